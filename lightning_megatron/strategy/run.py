@@ -50,7 +50,7 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.equal_replicas import EqualReplicas
+from lightning_megatron.strategy.step.equal_replicas import EqualReplicas, EqualStages
 from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
 
@@ -128,6 +128,9 @@ class Run:
         self._equal: EqualReplicas | None = None
         if self._fits and mesh.layout.data > 1 and not self.engine.splits_itself:
             self._equal = EqualReplicas(self.module, gradients, processes)
+        self._equal_stages: EqualStages | None = None
+        if self._fits and stage is not None:
+            self._equal_stages = EqualStages(self.module, stage.presence, gradients, processes)
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -267,6 +270,8 @@ class Run:
             if self._equal is not None:
                 self._equal.check_again()
             self._step.backward(loss, autograd, self._window)
+            if self._equal_stages is not None:
+                self._equal_stages.check()
             self._rows.share()
             end_step(self.engine.model_gradients, self._processes)
             if self.engine.has_stages and self._reduces:

@@ -51,6 +51,8 @@ def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout
             {},
             "into the weight `net.target.weight` depends on `net.layers.0`",
         ),
+        ("whole", "tied_data", {}, "`net.embed.weight` is a weight that several pipeline stages have"),
+        ("stages", "tied_late", {}, "`net.embed.weight` is a weight that several pipeline stages have"),
         ("stages", "late", {}, "would again in each of the 2 micro-batches"),
         ("stages", "weights", {"pipeline_schedule": "zb-v"}, "its code runs once for each virtual stage"),
         ("replicas", "tied", {}, "`net.head.weight` is the same weight"),

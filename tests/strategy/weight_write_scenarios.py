@@ -64,14 +64,14 @@ class Net(nn.Module):
         self.embed = nn.Embedding(_ROWS * VOCABULARY, HIDDEN, max_norm=1.0 if kind in ("max_norm", "tied") else None)
         self.bag = nn.EmbeddingBag(_ROWS * VOCABULARY, HIDDEN, max_norm=0.7 if kind == "max_norm" else None)
         self.head = nn.Linear(HIDDEN, VOCABULARY)
-        if kind == "tied":
+        if kind in ("tied", "tied_data", "tied_late"):
             self.embed.weight = self.head.weight
         self.target = nn.Linear(HIDDEN, VOCABULARY).requires_grad_(False)
         self.layers = nn.ModuleList(LAYERS.get(kind, Block)() for _ in range(4))
         self.kind = kind
 
     def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens if self.kind == "tied" else tokens + VOCABULARY * (tokens.sum(1, keepdim=True) % _ROWS)
+        tokens = tokens if self.embed.weight is self.head.weight else tokens + VOCABULARY * (tokens.sum(1, keepdim=True) % _ROWS)
         x = self.embed(tokens)
         if self.kind == "functional":
             x = functional.embedding(tokens, self.embed.weight, max_norm=1.0)
@@ -105,6 +105,8 @@ class Writes(TokenTask):
         loss: Tensor = super().training_step(batch, batch_idx)
         if self.kind == "behind":
             net.embed.weight.detach().mul_(0.99)
+        elif self.kind == "tied_data" or (self.kind == "tied_late" and batch_idx == 2):
+            net.head.weight.data.mul_(0.9)
         return loss
 
 

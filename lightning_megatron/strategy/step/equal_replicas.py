@@ -5,9 +5,15 @@ only, gives each replica another model, whose gradients would go on being averag
 weight. So the sums of all weights are compared before the first steps and their backwards, in the first steps of the
 first epochs, and then in steps and epochs 8, 64, 512, ..., as code may write late. Where replicas share the optimizer's
 work, an update makes their weights alike again: each is then that of one of them.
+
+The same holds for stages of a pipeline that have the same weight (a tied embedding, a layer used twice): of the code
+behind the layers, only the last stage runs. What goes through ``.data`` leaves no trace that a stage could look for, so
+their sums are compared behind the backwards of every step, as gradients of such a weight have just been waited for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,9 +21,11 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.renormalised_rows import renormalised
+from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.strategy.processes import Processes
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
+_APART_STAGES = 1e-6  # each of which updates its own
 
 
 class EqualReplicas:
@@ -63,17 +71,13 @@ class EqualReplicas:
         named = [(name, p) for name, p in listed if id(p) not in shortened and self._is_common(name, p)]
         if not named:
             return
-        sums = torch.stack([_sums(parameter).to(self._device) for _, parameter in named])
-        bounds = torch.cat([sums, -sums[:, :1]], dim=1)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        bounds = _bounds([parameter for _, parameter in named], self._device, self._group)
         if not self._compares:
             return
-        highest, lowest = bounds[:, 0], -bounds[:, 2]
-        for index in (highest - lowest > _APART * bounds[:, 1]).nonzero().flatten().tolist():
-            name = named[index][0]
+        for index, lowest, highest in _apart(bounds, _APART):
             raise RuntimeError(
-                f"`{name}` differs between the replicas, of which each has written its own value into it: its elements "
-                f"add up to {float(lowest[index])!r} on one and {float(highest[index])!r} on another. In one process "
+                f"`{named[index][0]}` differs between the replicas, of which each has written its own value into it: "
+                f"its elements add up to {lowest!r} on one and {highest!r} on another. In one process "
                 "there is one weight. Where a hook or step writes into weights, let every rank write the same: take "
                 "numbers of a batch as a mean over the replicas (`self.all_gather(x).mean(0)`), draw from a generator "
                 "with one seed on all ranks, and write on all ranks, not on the first one only."
@@ -84,6 +88,73 @@ class EqualReplicas:
         windows = self._gradients.windows
         here = not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
         return here and not self._gradients.holders_of(name).of_experts
+
+
+class EqualStages:
+    """Compares the weights that several stages of one pipeline have.
+
+    Args:
+        module: this rank's part of the user's module.
+        presence: knows which stages have a weight.
+        gradients: of the module; knows which weights are spread over replicas.
+        processes: of the strategy.
+    """
+
+    def __init__(
+        self, module: nn.Module, presence: Presence, gradients: ModelGradients, processes: Processes
+    ) -> None:
+        self._module, self._gradients, self._device = module, gradients, processes.device
+        self._group, self._compares = processes.mesh.group("pipeline_parallel"), processes.world.compares
+        self._names = [
+            name
+            for name, entry in presence.entries.items()
+            if entry.first == name and len(entry.stages) > 1 and isinstance(entry.twin, nn.Parameter)
+            if not presence.copies.covers(name)  # which hooks bring up to date part by part
+        ]
+        self._firsts = {name: presence.entries[name].first for name in presence.entries}
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare behind the backwards of a step; collective over the pipeline.
+
+        Raises:
+            RuntimeError: a weight differs, on every stage.
+        """
+        if not self._names or not self._compares:
+            return
+        self._gradients.finish_gather(spread=False)
+        listed = type(self._module).named_parameters(self._module, remove_duplicate=False)
+        here = {self._firsts.get(name, name): parameter for name, parameter in listed if self._is_whole(parameter)}
+        bounds = _bounds([here.get(name) for name in self._names], self._device, self._group)
+        for index, lowest, highest in _apart(bounds, _APART_STAGES):
+            raise RuntimeError(
+                f"`{self._names[index]}` is a weight that several pipeline stages have, and was written on some of "
+                f"them only: its elements add up to {lowest!r} on one and {highest!r} on another. The code of a step "
+                "behind the layers runs on the last stage alone. Write the weight before the layers are called, or in "
+                "a hook (`on_train_batch_start`, `on_train_batch_end`) that every rank runs alike, or use "
+                "`pipeline_parallel_size=1`."
+            )
+
+    def _is_whole(self, parameter: nn.Parameter) -> bool:
+        windows = self._gradients.windows
+        return not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
+
+
+def _bounds(parameters: Sequence[Tensor | None], device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """[parameter, 3]: the highest sum of the elements, of their magnitudes, and the lowest sum, its sign turned."""
+    nowhere = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
+    sums = torch.stack([nowhere if each is None else _sums(each).to(device) for each in parameters])
+    lowest = torch.where(sums[:, :1].isinf(), sums[:, :1], -sums[:, :1])
+    bounds = torch.cat([sums, lowest], dim=1)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    return bounds
+
+
+def _apart(bounds: Tensor, share: float) -> Iterator[tuple[int, float, float]]:
+    """Index, lowest and highest sum of the parameters that differ by more than a share of their magnitudes."""
+    highest, lowest = bounds[:, 0], -bounds[:, 2]
+    for index in (highest - lowest > share * bounds[:, 1]).nonzero().flatten().tolist():
+        yield index, float(lowest[index]), float(highest[index])
 
 
 def _is_turn(count: int) -> bool:
