@@ -36,6 +36,7 @@ from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
+from lightning_megatron.strategy.hooks.late_modules import LateModules
 from lightning_megatron.strategy.hooks.over_stages import OverStages
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
@@ -108,6 +109,8 @@ class Run:
             self._everyone = default_group(mesh.group("world"))
         divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
         self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
+        self._late = LateModules(self.module, gradients.presence) if divided else None
+        self._explaining = self._late.explaining if self._late is not None else nullcontext
         clips_gradients_of(precision, gradients)
         stage = Stage.of(self.module)
         self._over_stages: OverStages | None = None
@@ -217,7 +220,7 @@ class Run:
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
-            with self._replicas, self._differentiating:
+            with self._replicas, self._differentiating, self._explaining():
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
@@ -246,7 +249,7 @@ class Run:
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
             self.engine.model_gradients.finish_gather()
-            with self._replicas:
+            with self._replicas, self._explaining():
                 outcome = self.engine.evaluate(call, batch, name)
             if name != "predict_step":
                 self._rows.share()
@@ -349,6 +352,8 @@ class Run:
         show_weights(self.engine.model_gradients, self._processes)
         self.engine.close()
         self.assembled.close()
+        if self._late is not None:
+            self._late.close()
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
         if self._clipping is not None:

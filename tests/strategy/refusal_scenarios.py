@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,6 +181,32 @@ class Keeping(TokenTask):
         return super().loss(batch) + sum(block.kept.mean() for block in self.net.layers)
 
 
+class Rebuilds(TokenTask):
+    """Puts modules of its own making into the network, when that is divided already."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(LearnedPositions())
+        self.what = what
+
+    def on_fit_start(self) -> None:
+        net: Any = self.net
+        if self.what == "layers":
+            earlier = net.layers.state_dict()
+            net.layers = nn.ModuleList(type(layer)() for layer in net.layers)
+            net.layers.load_state_dict(earlier)
+        elif self.what == "layer":
+            net.layers[1] = type(net.layers[1])()
+        elif self.what == "compiled":
+            self.net = torch.compile(net, backend="eager")
+        elif self.what == "compiles":
+            net.compile(backend="eager")
+        elif self.what == "linear":
+            net.layers[0].mlp[0] = nn.Linear(HIDDEN, 2 * HIDDEN, dtype=torch.float64)
+        elif self.what == "norm":
+            net.final_norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
+            nn.init.constant_(net.final_norm.weight, 0.5)
+
+
 def _input_gradient(late: bool) -> InputGradient:
     network = LearnedPositions()
     network.head = nn.Linear(HIDDEN, VOCABULARY)
@@ -211,6 +238,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "late_kept": lambda: Keeping("later"),
     "now_and_then": lambda: NowAndThen(LearnedPositions()),
     "plain": lambda: TokenTask(LearnedPositions()),
+    **{f"rebuilt_{what}": partial(Rebuilds, what) for what in ("layers", "layer", "compiled", "compiles", "linear")},
 }
 
 
@@ -226,6 +254,14 @@ def late(info: RankInfo, layout: tuple[int, int] | None, module: str) -> dict[st
     torch.manual_seed(7)
     built: Any = {"gradient": lambda: _input_gradient(True), "mask": lambda: LateMask(LearnedPositions())}[module]()
     trainer_for(info, layout, {"micro_batch_size": BATCH if module == "gradient" else 2}, max_epochs=1).fit(built)
+    return {name: parameter.detach().clone() for name, parameter in built.named_parameters() if not parameter.is_meta}
+
+
+def rebuilt(info: RankInfo, layout: tuple[int, int] | None) -> dict[str, Tensor]:
+    """Fits a module whose last norm a hook builds anew; the weights of this rank."""
+    torch.manual_seed(7)
+    built = Rebuilds("norm")
+    trainer_for(info, layout, {}, max_epochs=1).fit(built)
     return {name: parameter.detach().clone() for name, parameter in built.named_parameters() if not parameter.is_meta}
 
 

@@ -19,7 +19,7 @@ def _refused(outcomes: list[Any], *wanted: str) -> None:
     for outcome in outcomes:
         assert outcome.error is not None, f"rank {outcome.rank} trained on"
         assert "killed" not in outcome.error, f"rank {outcome.rank} hung\n{outcome.stacks}"
-        said = f"{outcome.error}\n{outcome.output}"
+        said = f"{outcome.error}\n{outcome.trace}\n{outcome.output}"
         for words in wanted:
             assert words in said, f"rank {outcome.rank}: no {words!r} in\n{said}"
 
@@ -58,6 +58,30 @@ ONE_STAGE = "`pipeline_parallel_size=1`"
 )
 def test_a_module_that_cannot_be_cut_is_refused_on_every_rank(module: str, wanted: list[str]) -> None:
     _refused(run_trainers(refusals.fit, (2, 1), {}, module, devices=2, check=False, grace=20, deadline=60), *wanted)
+
+
+@pytest.mark.parametrize(
+    ("what", "tensor", "wanted"),
+    [
+        ("layers", 1, ["`net.layers` is given another module in a hook", "in `__init__`, `setup` or", ONE_STAGE]),
+        pytest.param("layer", 1, ["`net.layers.1` is given another module in a hook", ONE_STAGE], marks=WIDE),
+        pytest.param("compiled", 1, ["`net` is compiled in a hook", "Compile it in `__init__`"], marks=WIDE),
+        pytest.param("compiled", 2, ["`net` is compiled in a hook", "Compile it in `__init__`"], marks=WIDE),
+        pytest.param("compiles", 1, ["`net` is compiled in a hook", "Compile it in `__init__`"], marks=WIDE),
+        ("linear", 2, ["`net.layers.0.mlp.0` was given another module in a hook", "`tensor_parallel_size=1`"]),
+    ],
+)
+def test_a_module_that_a_hook_puts_into_a_divided_one_is_refused(what: str, tensor: int, wanted: list[str]) -> None:
+    layout, arguments = ((2, 1), {}) if tensor == 1 else ((1, 1), {"tensor_parallel_size": 2})
+    options: dict[str, Any] = {"devices": 2, "check": False, "grace": 20, "deadline": 90}
+    _refused(run_trainers(refusals.fit, layout, arguments, f"rebuilt_{what}", **options), *wanted)
+
+
+def test_a_part_behind_the_layers_that_a_hook_builds_anew_trains_as_in_one_process() -> None:
+    plain = run_trainers(refusals.rebuilt, None, devices=1)[0].value
+    for outcome in run_trainers(refusals.rebuilt, (2, 1), devices=2):
+        for name, weight in outcome.value.items():
+            torch.testing.assert_close(weight, plain[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

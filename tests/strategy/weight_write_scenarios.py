@@ -71,7 +71,11 @@ class Net(nn.Module):
         self.kind = kind
 
     def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens if self.embed.weight is self.head.weight else tokens + VOCABULARY * (tokens.sum(1, keepdim=True) % _ROWS)
+        tokens = (
+            tokens
+            if self.embed.weight is self.head.weight
+            else tokens + VOCABULARY * (tokens.sum(1, keepdim=True) % _ROWS)
+        )
         x = self.embed(tokens)
         if self.kind == "functional":
             x = functional.embedding(tokens, self.embed.weight, max_norm=1.0)

@@ -100,9 +100,7 @@ class EqualStages:
         processes: of the strategy.
     """
 
-    def __init__(
-        self, module: nn.Module, presence: Presence, gradients: ModelGradients, processes: Processes
-    ) -> None:
+    def __init__(self, module: nn.Module, presence: Presence, gradients: ModelGradients, processes: Processes) -> None:
         self._module, self._gradients, self._device = module, gradients, processes.device
         self._group, self._compares = processes.mesh.group("pipeline_parallel"), processes.world.compares
         self._names = [

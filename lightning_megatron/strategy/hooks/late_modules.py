@@ -1,0 +1,91 @@
+"""Modules that hooks put into a module which has been divided already.
+
+One process may build a part anew in any hook before the training. Here the layers have then been cut over stages and
+their matrices over tensor ranks, and the new part would be in the way of both: its layers are on no stage's list, and a
+stage cannot load it from weights of which it has its own. So what takes the place of layers is refused where it is
+registered, and so is what compiles them; what takes the place of one matrix of several that were split together may
+fit, and an error of a step says that it was put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.pipeline.elsewhere.presence import Presence
+
+_EARLIER = "Build it in `__init__`, `setup` or `configure_model`"
+
+
+class LateModules:
+    """Looks at every module that is registered in a divided one, until :meth:`close`.
+
+    Args:
+        module: the user's module, divided.
+        presence: what of it is where.
+    """
+
+    def __init__(self, module: nn.Module, presence: Presence) -> None:
+        self._stages = presence.stages
+        self._cut = presence.layer_names()
+        self._split = {parent(name) for name, entry in presence.entries.items() if entry.is_slice}
+        self._names = {child: name for name, child in module.named_modules()}
+        self._compiled = {child for child in self._names if child._compiled_call_impl is not None}
+        self._replaced: list[str] = []
+        self._handle = register_module_module_registration_hook(self._look)  # type: ignore[no-untyped-call]
+
+    def _look(self, owner: nn.Module, key: str, child: nn.Module | None) -> None:
+        above = self._names.get(owner)
+        before = owner._modules.get(key)
+        if above is None or child is None or child is before:
+            return
+        name = f"{above}.{key}" if above else key
+        cut = any(lies_in(layer, name) for layer in self._cut)
+        if isinstance(child, OptimizedModule) and (cut or any(lies_in(part, name) for part in self._split)):
+            raise RuntimeError(_compiled(name))
+        if cut:
+            raise RuntimeError(
+                f"`{name}` is given another module in a hook, behind the division of the layers over {self._stages} "
+                "pipeline stages, of which each has its own only: no stage would have all weights of the new one. "
+                f"{_EARLIER}, or use `pipeline_parallel_size=1`."
+            )
+        if name in self._split:
+            self._replaced.append(name)
+
+    @contextmanager
+    def explaining(self) -> Generator[None, None, None]:
+        """Around a step: its errors say which split modules were replaced before, and what was compiled."""
+        try:
+            yield
+        except Exception as error:
+            late = [
+                name
+                for child, name in self._names.items()
+                if child._compiled_call_impl is not None and child not in self._compiled
+            ]
+            if late:
+                error.add_note(_compiled(late[0]))
+            if self._replaced:
+                error.add_note(
+                    f"`{self._replaced[0]}` was given another module in a hook, behind the division of its weight over "
+                    f"tensor-parallel ranks: the modules around it go on with their parts. {_EARLIER}, or use "
+                    "`tensor_parallel_size=1`."
+                )
+            raise
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._handle.remove()
+
+
+def _compiled(name: str) -> str:
+    return (
+        f"`{name}` is compiled in a hook, behind its division over ranks, which is done in Python around its layers. "
+        "Compile it in `__init__`, `setup` or `configure_model`: its layers are then compiled one by one, as they are "
+        "divided."
+    )
