@@ -21,6 +21,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.combining import Logged, Mean, fitting, likeliest
 from lightning_megatron.strategy.loss import said as said_of_losses
+from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.loss.written import Join, judge
@@ -488,3 +489,22 @@ def test_what_one_process_refuses_is_refused_under_a_pipeline(name: str) -> None
 def test_padding_that_comes_late_was_not_there_before() -> None:
     _, first = tokens(2 * BATCH, padded_from=Late.padded_from)
     assert (first[:BATCH] != -100).all() and (first[BATCH:] == -100).any()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("The size of tensor a (4) must match the size of tensor b (6) at dimension 1"), True),
+        (IndexError("index 5 is out of bounds for dimension 0 with size 2"), True),
+        (ValueError("Expected input batch_size (4) to match target batch_size (32)."), True),
+        (RuntimeError("CUDA driver initialization failed"), False),
+        (ValueError("the tokenizer has no padding token"), False),
+        (RuntimeError("Internal: no such attribute\n  x.view(batch, size)"), False),
+    ],
+)
+@pytest.mark.parametrize("batch", [(torch.ones(8, 2), torch.ones(8)), (torch.ones(6, 6), torch.ones(8))])
+def test_only_an_error_about_sizes_is_told_how_the_batch_was_cut(error: Exception, told: bool, batch: Any) -> None:
+    with pytest.raises(type(error)) as caught:
+        raise type(error)(*error.args)
+    say_how_cut(caught.value, batch, 4)
+    assert bool(getattr(caught.value, "__notes__", [])) == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
+
+_SIZES = re.compile(
+    r"\b(batch|shape|size|dim|length|element|row|sample|broadcast|stack|match|mismatch|numel)|out of (range|bounds)",
+    re.IGNORECASE,
+)
 
 
 def say_statistics(module: nn.Module, layers: Iterable[str]) -> None:
@@ -108,13 +114,18 @@ def warn_of_earlier_steps(steps: int) -> None:
 
 
 def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
-    """Add to an error in a step on micro-batches how its batch was cut: that may be the cause.
+    """Add to an error in a step on micro-batches how its batch was cut, where that may be the cause.
+
+    An error that is of the cut speaks of sizes: of tensors that do not fit, or of rows that are not there. Others (a
+    file that is missing, a value that the user's own code refuses) are told as in one process.
 
     Args:
         error: raised by the step.
         batch: the user's batch.
         parts: how many micro-batches it was cut into.
     """
+    if not _speaks_of_sizes(error):
+        return
     lengths = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim]
     size = batch_size_of(batch)
     if parts > 1 and any(length != size for length in lengths):
@@ -134,6 +145,11 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
 
 def _with_lines(keys: Iterable[str], found: Finding) -> str:
     return ", ".join(f"`{key}` ({found.lines[key]})" if key in found.lines else f"`{key}`" for key in keys)
+
+
+def _speaks_of_sizes(error: Exception) -> bool:
+    first, _, _ = str(error).partition("\n")  # what follows quotes code, in errors of compilers
+    return isinstance(error, (AssertionError, IndexError)) or _SIZES.search(first) is not None
 
 
 def _is_refusal(error: Exception) -> bool:
