@@ -51,7 +51,7 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
-from lightning_megatron.strategy.step.equal_replicas import EqualReplicas, EqualStages
+from lightning_megatron.strategy.step.equal_replicas import comparisons
 from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
 
@@ -109,8 +109,7 @@ class Run:
             self._everyone = default_group(mesh.group("world"))
         divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
         self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
-        self._late = LateModules(self.module, gradients.presence) if divided else None
-        self._explaining = self._late.explaining if self._late is not None else nullcontext
+        self._late = LateModules(self.module, gradients.presence, wanted=divided)
         clips_gradients_of(precision, gradients)
         stage = Stage.of(self.module)
         self._over_stages: OverStages | None = None
@@ -128,12 +127,8 @@ class Run:
             self._on_parts = self._whole_hooks.local
         elif self._over_stages is not None:
             self._over_stages.install()
-        self._equal: EqualReplicas | None = None
-        if self._fits and mesh.layout.data > 1 and not self.engine.splits_itself:
-            self._equal = EqualReplicas(self.module, gradients, processes)
-        self._equal_stages: EqualStages | None = None
-        if self._fits and stage is not None:
-            self._equal_stages = EqualStages(self.module, stage.presence, gradients, processes)
+        wanted = self._fits and not self.engine.splits_itself
+        self._equal, self._equal_stages = comparisons(self.module, stage, gradients, processes, wanted=wanted)
         self._logs = LogRouting(
             self.module,
             trainer,
@@ -220,7 +215,7 @@ class Run:
         gradients = self.engine.model_gradients
         with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
             self._step = self.engine.step(batch)
-            with self._replicas, self._differentiating, self._explaining():
+            with self._replicas, self._differentiating, self._late.explaining():
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
@@ -249,7 +244,7 @@ class Run:
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context():
             self.engine.model_gradients.finish_gather()
-            with self._replicas, self._explaining():
+            with self._replicas, self._late.explaining():
                 outcome = self.engine.evaluate(call, batch, name)
             if name != "predict_step":
                 self._rows.share()
@@ -352,8 +347,7 @@ class Run:
         show_weights(self.engine.model_gradients, self._processes)
         self.engine.close()
         self.assembled.close()
-        if self._late is not None:
-            self._late.close()
+        self._late.close()
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
         if self._clipping is not None:

@@ -9,7 +9,7 @@ fit, and an error of a step says that it was put there.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from torch import nn
@@ -28,16 +28,18 @@ class LateModules:
     Args:
         module: the user's module, divided.
         presence: what of it is where.
+        wanted: whether it is divided at all.
     """
 
-    def __init__(self, module: nn.Module, presence: Presence) -> None:
+    def __init__(self, module: nn.Module, presence: Presence, *, wanted: bool) -> None:
         self._stages = presence.stages
         self._cut = presence.layer_names()
         self._split = {parent(name) for name, entry in presence.entries.items() if entry.is_slice}
-        self._names = {child: name for name, child in module.named_modules()}
+        self._names = {child: name for name, child in module.named_modules()} if wanted else {}
         self._compiled = {child for child in self._names if child._compiled_call_impl is not None}
         self._replaced: list[str] = []
-        self._handle = register_module_module_registration_hook(self._look)  # type: ignore[no-untyped-call]
+        look: Callable[..., None] | None = self._look if wanted else None
+        self._handle = look and register_module_module_registration_hook(look)  # type: ignore[no-untyped-call]
 
     def _look(self, owner: nn.Module, key: str, child: nn.Module | None) -> None:
         above = self._names.get(owner)
@@ -80,7 +82,8 @@ class LateModules:
 
     def close(self) -> None:
         """Look no longer."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _compiled(name: str) -> str:

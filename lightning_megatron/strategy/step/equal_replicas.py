@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.renormalised_rows import renormalised
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.processes import Processes
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
@@ -136,6 +137,25 @@ class EqualStages:
     def _is_whole(self, parameter: nn.Parameter) -> bool:
         windows = self._gradients.windows
         return not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
+
+
+def comparisons(
+    module: nn.Module, stage: Stage | None, gradients: ModelGradients, processes: Processes, *, wanted: bool
+) -> tuple[EqualReplicas | None, EqualStages | None]:
+    """What compares the weights of a run's replicas, and of its stages: ``None`` where there is one of them.
+
+    Args:
+        module: this rank's part of the user's module.
+        stage: of the pipeline, if it has several.
+        gradients: of the module.
+        processes: of the strategy.
+        wanted: whether the run trains, and this package divides its module.
+    """
+    several = wanted and processes.mesh.layout.data > 1
+    replicas = EqualReplicas(module, gradients, processes) if several else None
+    if not wanted or stage is None:
+        return replicas, None
+    return replicas, EqualStages(module, stage.presence, gradients, processes)
 
 
 def _bounds(parameters: Sequence[Tensor | None], device: torch.device, group: dist.ProcessGroup) -> Tensor:
