@@ -101,7 +101,11 @@ class Writes(TokenTask):
                 net.head.weight.clamp_(-0.2, 0.2)
             elif self.kind == "target":
                 net.target.weight.mul_(0.9).add_(net.head.weight, alpha=0.1)
-        if self.kind == "data":
+        if self.kind == "late_data" and batch_idx == 1:
+            net.layers[1].up.weight.data.mul_(0.9)
+        elif self.kind == "late_set" and batch_idx == 1:
+            net.head.weight.data = net.head.weight.data * 0.9
+        elif self.kind == "data":
             net.layers[2].up.weight.data.mul_(0.9)
             net.embed.weight.detach()[1].zero_()
         elif self.kind == "of_layers":

@@ -155,6 +155,30 @@ def takes_second_gradients(module: pl.LightningModule) -> bool:
     return False
 
 
+def writes_unseen(module: pl.LightningModule) -> bool:
+    """Whether ``.data`` occurs in the code of the training step and of all forwards, or in what these name: methods of
+    the module and of its parts, and functions. Writes through it do not count as versions of a tensor.
+    """
+    seen: set[types.CodeType] = set()
+    methods: dict[str, list[types.FunctionType]] = {}
+    for kind in {type(child) for child in module.modules()}:
+        for function in _methods(kind):
+            methods.setdefault(function.__name__, []).append(function)
+    waiting = [*methods.get("training_step", ()), *methods.get("forward", ())]
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        names = set(names_in(function.__code__))
+        if "data" in names:
+            return True
+        named = [function.__globals__.get(name) for name in names]
+        waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+        waiting += [each for name in names for each in methods.get(name, ())]
+    return False
+
+
 def _methods(kind: type) -> Iterator[types.FunctionType]:
     for base in kind.__mro__:
         if _is_foreign(base):

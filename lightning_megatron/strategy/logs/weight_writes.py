@@ -3,7 +3,8 @@
 One process writes them once per batch. The micro-batches of a batch would write them one after the other, and each
 would compute with what the ones before have left. So a trial of the step notes every write below torch's own
 dispatcher, where those through ``.data``, views and ``nn.init`` arrive as well, and puts the weights back; a step that
-runs in parts looks at how often its weights were written (their version), which costs nothing.
+runs in parts looks at how often its weights were written (their version), which costs nothing. Writes through ``.data``
+have no version: where ``.data`` occurs in the code that a step may reach, it looks at sums of its weights as well.
 """
 
 from __future__ import annotations
@@ -155,14 +156,16 @@ class WrittenInRuns:
         module: the user's module.
         layers: names of the trunk's layers.
         known: whether a weight, by module, may be written several times.
+        unseen: whether the step may write without a new version.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[str], known: Known) -> None:
+    def __init__(self, module: nn.Module, layers: Sequence[str], known: Known, *, unseen: bool = False) -> None:
         inside, modules = Parts(layers), dict(module.named_modules())
         self._all = [each for each in weights_of(module) if not known(modules[each[0]])]
         self._around = [each for each in self._all if each[0] not in inside]
         self._watched: list[tuple[str, str, Tensor]] = []
         self._before, self._parts = list[int](), 1
+        self._unseen, self._sums = unseen, list[list[float]]()
 
     def begin(self, parts: int, chunks: int) -> None:
         """At the start of a batch.
@@ -174,6 +177,7 @@ class WrittenInRuns:
         self._parts = parts
         self._watched = self._all if parts > 1 else self._around if chunks > 1 else []
         self._before = [version_of(weight) for _, _, weight in self._watched]
+        self._sums = self._summed()
 
     def check(self) -> None:
         """Behind the first run of the batch.
@@ -181,11 +185,29 @@ class WrittenInRuns:
         Raises:
             RuntimeError: a weight was written.
         """
-        watched, self._watched = zip(self._watched, self._before, strict=True), []
-        self._before = []
-        for (path, key, weight), before in watched:
-            if version_of(weight) != before:
+        if not self._watched:
+            return
+        before, sums, now = self._before, self._sums, self._summed()
+        watched, self._watched, self._before, self._sums = self._watched, [], [], []
+        for index, (path, key, weight) in enumerate(watched):
+            if version_of(weight) != before[index] or (sums and sums[index] != now[index]):
                 self._refuse(f"{path}.{key}" if path else key)
+
+    @torch.no_grad()
+    def _summed(self) -> list[list[float]]:
+        """Of each watched weight, the sum and the norm of its elements, which are equal where it is."""
+        if not self._unseen or not self._watched:
+            return []
+        with torch._C.DisableTorchFunctionSubclass():
+            weights = [weight.detach() for _, _, weight in self._watched]
+            own = [not weight.is_meta and weight.is_floating_point() and weight.numel() > 0 for weight in weights]
+            here = [weight for weight, mine in zip(weights, own, strict=True) if mine]
+            if not here:
+                return []
+            sums = torch.stack([weight.sum(dtype=torch.float64) for weight in here])
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(here)])
+            found = iter(torch.stack([sums, norms], 1).nan_to_num().tolist())
+            return [next(found) if mine else [] for mine in own]
 
     def _refuse(self, name: str) -> None:
         if self._parts > 1:

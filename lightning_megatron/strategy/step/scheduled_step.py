@@ -19,6 +19,7 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.strategy.generation.repeats import Attempt, StartOver
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables
+from lightning_megatron.strategy.lightning.hooks import writes_unseen
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.joined import Joint, Unforeseen
@@ -62,7 +63,8 @@ class ScheduledStep:
         self._hooks = HookTables(self._module)
         self._writes = LastStageWrites(self._module, context.layers, self._hooks, lambda child: bool(child._buffers))
         arrive = context.options.gradients.weights_arrive
-        self._weights = WrittenInRuns(self._module, context.layers, (lambda _: True) if arrive else renormalises)
+        known, unseen = (lambda _: True) if arrive else renormalises, writes_unseen(self._module)
+        self._weights = WrittenInRuns(self._module, context.layers, known, unseen=unseen)
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
         self.cuts, self.drawing = Cuts(context), Drawing(context)
