@@ -8,14 +8,19 @@ process of their own.
 
 import gc
 import importlib
+import inspect
+import logging
 import pkgutil
+import sys
+import warnings
 
-import lightning.pytorch  # noqa: F401
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.device_mesh
 import torchmetrics  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_megatron
 import tests.harness.state
@@ -38,6 +43,24 @@ def learn_shapes() -> None:
     torch.set_default_dtype(torch.float32)
 
 
+def learn_training() -> None:
+    """Takes a step of a plain Trainer: a quarter of a worker's first job is what Python and Lightning look up once.
+
+    Python remembers the file of every module (`inspect`) and which class is of which kind (`abc`). No threads come of
+    it, which a fork would lose.
+    """
+    inspect.getmodule(sys._getframe())
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_steps=1, limit_val_batches=1, enable_model_summary=False, **quiet
+        )
+        trainer.fit(BoringModel())
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+
+
 for module in pkgutil.walk_packages(lightning_megatron.__path__, "lightning_megatron."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
@@ -46,5 +69,6 @@ for name in ("generation.utils", *(f"models.{family}.modeling_{family}" for fami
 
 torch.set_num_threads(1)
 learn_shapes()
+learn_training()
 gc.collect()
 gc.freeze()
