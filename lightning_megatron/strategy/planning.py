@@ -108,19 +108,19 @@ def _choose(options: Options, module: pl.LightningModule, world: int, per_node: 
     cluster = asked.get("cluster") or detected_cluster(device, per_node)
     given = {name: value for name, value in asked.items() if name not in FACTS}
     precision = precision_of(module)
-    usual = Limits(precision=precision, shardings=_shardings(options), offload=device.type != "cpu")
-    limits = replace(usual, **(_without(options, module, usual) | given))
+    usual = Limits(precision=precision, shardings=shardings_of(options), offload=device.type != "cpu")
+    limits = replace(usual, **(limits_of(options, module, usual) | given))
     return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
 
 
-def _shardings(options: Options) -> tuple[str, ...]:
+def shardings_of(options: Options) -> tuple[str, ...]:
     """What replicas may share; an optimizer that is not shared, or in a way of its own, stays so."""
     if options.optimizer_sharding is False:
         return ("none",)
     return ("zero1", "fsdp") if isinstance(options.optimizer_sharding, Mapping) else ("zero1", "none", "fsdp")
 
 
-def _without(options: Options, module: pl.LightningModule, usual: Limits) -> dict[str, Any]:
+def limits_of(options: Options, module: pl.LightningModule, usual: Limits) -> dict[str, Any]:
     """Limits of a search for what cannot be combined with other options or the module, as their own checks say."""
     whole = tuple(name for name in usual.shardings if name != "fsdp")
     limits: dict[str, dict[str, Any]] = {

@@ -21,11 +21,11 @@ from lightning_megatron.experts.exchange import sending
 from lightning_megatron.layers import MoE
 from tests.benchmarks.contestants import trainer_round
 from tests.benchmarks.model import Size, Task
-from tests.benchmarks.sleeping import _Sleep
+from tests.benchmarks.sleeping import Sleep
 from tests.harness import RankInfo, run_job
 
 
-class _Slow:
+class SlowWork:
     """A message that is there only after a while."""
 
     def __init__(self, work: Any, seconds: float) -> None:
@@ -44,7 +44,7 @@ class _Shared(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.seconds, self.seconds)  # type: ignore[no-any-return]
+        return Sleep.apply(x, self.seconds, self.seconds)  # type: ignore[no-any-return]
 
 
 class Afterwards(MoE):
@@ -73,7 +73,7 @@ def compete(info: RankInfo, size: Size, link: float, shared: float, steps: int, 
 
     def slow(*args: Any) -> tuple[Tensor, Any]:
         arrived, work = plain(*args)
-        return arrived, _Slow(work, link)
+        return arrived, SlowWork(work, link)
 
     with mock.patch.object(sending, "start_all_to_all_rows", slow):
         for _ in range(rounds):

@@ -22,7 +22,7 @@ from lightning_megatron.context_parallel.rules import ring_attention
 from lightning_megatron.context_parallel.rules.ring_attention import RingCall, ring
 from lightning_megatron.context_parallel.token_split import TokenSplit, zigzag_runs
 from lightning_megatron.mesh.autograd import in_backward
-from tests.benchmarks.expert_overlap import _Slow
+from tests.benchmarks.expert_overlap import SlowWork
 from tests.harness import run_on_mesh
 
 
@@ -33,7 +33,7 @@ def attend(mesh: Any, link: float, block: float, rounds: int) -> list[float]:
 
     def slow(*args: Any) -> tuple[Tensor, list[Any]]:
         arrived, works = start(*args)
-        return arrived, [_Slow(work, link) for work in works]
+        return arrived, [SlowWork(work, link) for work in works]
 
     def sleeping(call: RingCall, mask: Tensor | None, owner: int) -> Iterator[Any]:
         time.sleep(block * (2 if in_backward() else 1))

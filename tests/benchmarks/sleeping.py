@@ -55,7 +55,7 @@ class Sleeps:
     steps: int = 3
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     """Identity that takes its time in both directions."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class SleepingLayer(nn.Module):
             self.linear.weight.register_hook(nap)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(_Sleep.apply(x, self.sleeps.forward / 2, self.sleeps.backward_input / 2))
+        return self.linear(Sleep.apply(x, self.sleeps.forward / 2, self.sleeps.backward_input / 2))
 
 
 class Sleeper(LightningModule):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_megatron import MegatronStrategy
-from tests.harness import RankInfo
+from tests.harness import RankInfo, run_trainers
 from tests.parity.train import make_trainer
 
 LOW_RANK: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
@@ -174,6 +176,15 @@ def train_adapter(info: RankInfo, kind: str, path: str, sizes: dict[str, Any]) -
         warnings.simplefilter("ignore")
         trainer.fit(Allocating(kind) if kind == "adalora" else Adapted(kind))
         trainer.save_checkpoint(path)
+
+
+def trained(kind: str, folder: Path, **sizes: Any) -> Path:
+    """The checkpoint of a run at a layout, trained where ``folder`` does not hold it yet."""
+    path = folder / f"{kind} {' '.join(map(str, sizes.values()))}.ckpt"
+    if not path.exists():
+        given = (sizes.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor", "data"))
+        run_trainers(train_adapter, kind, str(path), sizes, devices=math.prod(given))
+    return path
 
 
 def held_by_training(info: RankInfo, kind: str, sizes: dict[str, Any]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_megatron import MegatronCheckpointIO
 from lightning_megatron.checkpoints.files import directory
 from lightning_megatron.checkpoints.files.folder import Folder
-from lightning_megatron.data_parallel.offload.steps import _Job
+from lightning_megatron.data_parallel.update.hosted_steps import UpdateJob
 from tests.checkpoints.reshard_scenarios import Grid, Tied, trainer_of
 from tests.harness import Outcome, RankInfo, ReusedProcesses, run_job, run_trainers
 from tests.parity.train import make_trainer
@@ -96,15 +96,15 @@ def _count_operations(last: int) -> None:
 
 
 def _count_buckets(last: int) -> None:
-    left, leave = [last], _Job.leave
+    left, leave = [last], UpdateJob.leave
 
-    def leaving(self: _Job) -> None:
+    def leaving(self: UpdateJob) -> None:
         left[0] -= 1
         if left[0] == 0:
             _die()
         leave(self)
 
-    _Job.leave = leaving
+    UpdateJob.leave = leaving
 
 
 def run(info: RankInfo, grid: Grid, folder: str, steps: int, kill: Kill | None, async_save: bool) -> dict[str, Tensor]:

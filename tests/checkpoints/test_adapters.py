@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_megatron.checkpoints.files.sources import load_whole
-from tests.checkpoints.adapter_scenarios import OTHERS, Adapted, base_of, held_by_training, logits_of, train_adapter
-from tests.checkpoints.test_files import command
+from tests.checkpoints.adapter_scenarios import (
+    OTHERS,
+    Adapted,
+    base_of,
+    held_by_training,
+    logits_of,
+    train_adapter,
+    trained,
+)
+from tests.checkpoints.commands import command
 from tests.harness import run_trainers
 
 PREFIX = "model.prompt_encoder.default.embedding.weight"
@@ -30,18 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-def _trained(kind: str, folder: Path, **sizes: Any) -> Path:
-    path = folder / f"{kind} {' '.join(map(str, sizes.values()))}.ckpt"
-    if not path.exists():
-        given = (sizes.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor", "data"))
-        run_trainers(train_adapter, kind, str(path), sizes, devices=math.prod(given))
-    return path
-
-
 def _alone(kind: str, folder: Path) -> Tensor:
     """Logits of the module that one process has trained."""
     module = Adapted(kind)
-    module.load_state_dict(torch.load(_trained(kind, folder), weights_only=True)["state_dict"])
+    module.load_state_dict(torch.load(trained(kind, folder), weights_only=True)["state_dict"])
     return logits_of(module.model)
 
 
@@ -57,7 +56,7 @@ def _alone(kind: str, folder: Path) -> Tensor:
     ],
 )
 def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
-    path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
+    path, wanted = trained(kind, folder, **LAYOUT), _alone(kind, folder)
     command("export", path, tmp_path / "adapter", "--format", "adapter")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -81,8 +80,8 @@ def test_only_what_trains_has_optimizer_state_and_gradients(kind: str, sizes: di
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", OTHERS)
 def test_adapters_of_other_kinds_train_at_a_layout(kind: str, folder: Path) -> None:
-    wanted = torch.load(_trained(kind, folder), weights_only=True)["state_dict"]
-    found, untrained = load_whole(_trained(kind, folder, **LAYOUT))["state_dict"], Adapted(kind).state_dict()
+    wanted = torch.load(trained(kind, folder), weights_only=True)["state_dict"]
+    found, untrained = load_whole(trained(kind, folder, **LAYOUT))["state_dict"], Adapted(kind).state_dict()
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7)
@@ -98,8 +97,8 @@ def test_adapters_of_other_kinds_train_at_a_layout(kind: str, folder: Path) -> N
     ids=str,
 )
 def test_adalora_moves_ranks_between_layers_as_in_one_process(sizes: dict[str, Any], folder: Path) -> None:
-    wanted = torch.load(_trained("adalora", folder), weights_only=True)["state_dict"]
-    found = load_whole(_trained("adalora", folder, **sizes))["state_dict"]
+    wanted = torch.load(trained("adalora", folder), weights_only=True)["state_dict"]
+    found = load_whole(trained("adalora", folder, **sizes))["state_dict"]
     assert any(bool((value == 0).any()) for name, value in wanted.items() if "lora_E" in name), "some are pruned"
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7)
@@ -115,7 +114,7 @@ def test_adalora_is_refused_under_a_pipeline(folder: Path) -> None:
     "kind", ["llama", *(pytest.param(k, marks=pytest.mark.wide) for k in ("dora", "gpt2", "embedding dora"))]
 )
 def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_path: Path) -> None:
-    path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
+    path, wanted = trained(kind, folder, **LAYOUT), _alone(kind, folder)
     command("export", path, tmp_path / "merged", "--merge-adapters", "--shard-gb", "0.00002")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)
@@ -125,7 +124,7 @@ def test_plain_transformers_loads_a_merged_model(kind: str, folder: Path, tmp_pa
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_an_embedding_with_dora_is_merged(size: int, folder: Path, tmp_path: Path) -> None:
-    path, wanted = _trained("embedding dora", folder, tensor_parallel_size=size), _alone("embedding dora", folder)
+    path, wanted = trained("embedding dora", folder, tensor_parallel_size=size), _alone("embedding dora", folder)
     command("export", path, tmp_path / "merged", "--merge-adapters")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)
@@ -150,8 +149,8 @@ PREFIX_LAYOUTS: list[Any] = [
 @pytest.mark.parametrize("kind", ["prefix", *(pytest.param(k, marks=pytest.mark.wide) for k in ("few prefix", "one"))])
 @pytest.mark.parametrize("sizes", PREFIX_LAYOUTS, ids=str)
 def test_a_prefix_that_enters_the_layers_trains_at_a_layout(kind: str, sizes: dict[str, Any], folder: Path) -> None:
-    path = _trained(kind, folder, **sizes)
-    wanted = torch.load(_trained(kind, folder), weights_only=True)["state_dict"]
+    path = trained(kind, folder, **sizes)
+    wanted = torch.load(trained(kind, folder), weights_only=True)["state_dict"]
     found = load_whole(path)["state_dict"]
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -165,7 +164,7 @@ TIED = ["tied embedding", *(pytest.param(k, marks=pytest.mark.wide) for k in ("t
 
 @pytest.mark.parametrize("kind", TIED)
 def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, folder: Path, tmp_path: Path) -> None:
-    path, wanted = _trained(kind, folder, **LAYOUT), _alone(kind, folder)
+    path, wanted = trained(kind, folder, **LAYOUT), _alone(kind, folder)
     command("export", path, tmp_path / "merged", "--merge-adapters")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)
@@ -175,7 +174,7 @@ def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, fol
 
 @pytest.mark.parametrize("kind", ["in turns", pytest.param("both", marks=pytest.mark.wide)])
 def test_two_adapters_train_at_a_layout_and_are_written_one_by_one(kind: str, folder: Path, tmp_path: Path) -> None:
-    path, wanted = _trained(kind, folder, **LAYOUT), torch.load(_trained(kind, folder), weights_only=True)
+    path, wanted = trained(kind, folder, **LAYOUT), torch.load(trained(kind, folder), weights_only=True)
     found, untrained = load_whole(path)["state_dict"], Adapted(kind).state_dict()
     assert found.keys() == wanted["state_dict"].keys()
     for name, value in wanted["state_dict"].items():
@@ -193,13 +192,13 @@ def test_two_adapters_train_at_a_layout_and_are_written_one_by_one(kind: str, fo
 
 @pytest.mark.parametrize("adapter", ["default", "other"])
 def test_one_of_two_adapters_is_merged_as_peft_merges_it(adapter: str, folder: Path, tmp_path: Path) -> None:
-    path = _trained("two", folder)
+    path = trained("two", folder)
     module = Adapted("two")
     module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     plain = module.model.merge_and_unload(adapter_names=[adapter])
     command(
         "export",
-        _trained("two", folder, pipeline_parallel_size=1),
+        trained("two", folder, pipeline_parallel_size=1),
         tmp_path / "merged",
         "--merge-adapters",
         "--adapter",
@@ -214,7 +213,7 @@ def test_one_of_two_adapters_is_merged_as_peft_merges_it(adapter: str, folder: P
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -2.0)])
 def test_several_adapters_are_merged(weights: tuple[float, float], folder: Path, tmp_path: Path) -> None:
-    path = _trained("two", folder, pipeline_parallel_size=1)
+    path = trained("two", folder, pipeline_parallel_size=1)
     module = Adapted("two")
     module.load_state_dict(load_whole(path)["state_dict"])
     for layer in module.model.modules():
@@ -240,20 +239,20 @@ def test_several_adapters_are_merged(weights: tuple[float, float], folder: Path,
 def test_adapters_that_cannot_be_merged_together_are_refused(
     names: tuple[str, str], words: str, folder: Path, tmp_path: Path
 ) -> None:
-    path = _trained("two", folder, pipeline_parallel_size=1)
+    path = trained("two", folder, pipeline_parallel_size=1)
     given = [part for name in names for part in ("--adapter", name)]
     message = command("export", path, tmp_path / "m", "--merge-adapters", *given, fails=True)
     assert words in " ".join(message.split())
 
 
 def test_what_is_no_product_of_two_matrices_is_not_left_out(folder: Path, tmp_path: Path) -> None:
-    path = _trained("bias", folder, pipeline_parallel_size=1)
+    path = trained("bias", folder, pipeline_parallel_size=1)
     assert "lora_B.default.bias" in command("export", path, tmp_path / "a", "--merge-adapters", fails=True)
 
 
 @pytest.mark.parametrize("kind", ["p-tuning", pytest.param("projected prefix", marks=pytest.mark.wide)])
 def test_an_encoder_of_prompts_is_written_as_what_it_makes(kind: str, folder: Path, tmp_path: Path) -> None:
-    path = _trained(kind, folder, pipeline_parallel_size=1)
+    path = trained(kind, folder, pipeline_parallel_size=1)
     command("export", path, tmp_path / "ours", "--format", "adapter")
     module = Adapted(kind)
     module.load_state_dict(load_whole(path)["state_dict"])
@@ -272,7 +271,7 @@ def _check_alike(path: Path) -> None:
 def test_adalora_is_written_as_peft_writes_it_without_the_ranks_that_it_has_given_up(
     folder: Path, tmp_path: Path
 ) -> None:
-    path = _trained("adalora", folder, data_parallel_size=2)
+    path = trained("adalora", folder, data_parallel_size=2)
     command("export", path, tmp_path / "ours", "--format", "adapter")
     config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     assert any(not all(kept) for kept in config["rank_pattern"].values())
@@ -289,7 +288,7 @@ def test_adalora_is_written_as_peft_writes_it_without_the_ranks_that_it_has_give
 
 
 def test_adapters_that_cannot_be_written_so_are_refused(folder: Path, tmp_path: Path) -> None:
-    path = _trained("prompt", folder, **LAYOUT)
+    path = trained("prompt", folder, **LAYOUT)
     assert "no weights can take up" in command("export", path, tmp_path / "a", "--merge-adapters", fails=True)
     assert "these adapters" in command(
         "export", path, tmp_path / "b", "--format", "adapter", "--adapter", "x", fails=True
@@ -300,7 +299,7 @@ def test_adapters_that_cannot_be_written_so_are_refused(folder: Path, tmp_path: 
 
 
 def test_a_tokenizer_is_copied_beside_the_weights(folder: Path, tmp_path: Path) -> None:
-    path = _trained("llama", folder, **LAYOUT)
+    path = trained("llama", folder, **LAYOUT)
     (tmp_path / "words").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt"):
         (tmp_path / "words" / name).write_text("{}")

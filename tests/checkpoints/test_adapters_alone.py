@@ -13,7 +13,7 @@ import torch
 
 from lightning_megatron.checkpoints.files.sources import load_whole
 from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of, saved_alone, train_small
-from tests.checkpoints.test_files import command
+from tests.checkpoints.commands import command
 from tests.harness import one_process, run_trainers
 
 LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_megatron import MegatronStrategy, load_hf_weights
-from lightning_megatron.checkpoints.state.adapted import names_in_files
+from lightning_megatron.checkpoints.loading.adapted import names_in_files
 from tests.checkpoints.adapter_scenarios import Adapted, base_of, config_of
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.train import make_trainer

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from typer.testing import CliRunner
 
 from lightning_megatron.checkpoints.files.directory import (
     IncompleteCheckpointError,
@@ -25,7 +24,7 @@ from lightning_megatron.checkpoints.files.folder import Folder
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.checkpoints.files.storage import BoxWriter
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
-from lightning_megatron.tools.commands.cli import app
+from tests.checkpoints.commands import command
 from tests.checkpoints.reshard_scenarios import Losses, Tied, tensors_of
 from tests.checkpoints.scenarios import (
     Dangerous,
@@ -51,12 +50,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def tied(saved: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(saved / "tied.ckpt", tmp_path / "tied.ckpt"))
-
-
-def command(*arguments: object, fails: bool = False) -> str:
-    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
-    assert (result.exit_code != 0) == fails, result.output
-    return result.output
 
 
 def test_inspect_shows_step_layout_shapes_and_tied_names(saved: Path) -> None:

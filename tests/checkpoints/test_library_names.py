@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy, load_hf_weights
-from tests.checkpoints.test_files import command
+from tests.checkpoints.commands import command
 from tests.harness import RankInfo, run_trainers
 from tests.parity.train import make_trainer
 from tests.parity.zoo.huggingface import CONFIGS

@@ -17,9 +17,8 @@ from lightning_megatron.checkpoints.files.directory import IncompleteCheckpointE
 from lightning_megatron.checkpoints.files.importing import import_checkpoint
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.tools.commands.cli import app
-from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of
+from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of, trained
 from tests.checkpoints.remedy_scenarios import MISFITS, keeps, resumes, writes
-from tests.checkpoints.test_adapters import _trained
 from tests.harness import run_trainers
 
 WIDE = pytest.mark.wide
@@ -67,7 +66,7 @@ MERGED_BY_PEFT = ["ia3", *(pytest.param(kind, marks=WIDE) for kind in ("vera", "
 
 @pytest.mark.parametrize("kind", MERGED_BY_PEFT)
 def test_an_adapter_that_is_not_merged_here_is_merged_by_peft(kind: str, folder: Path, tmp_path: Path) -> None:
-    path = _trained(kind, folder, pipeline_parallel_size=1)
+    path = trained(kind, folder, pipeline_parallel_size=1)
     assert "merge it with peft's `merge_and_unload`" in said("export", path, tmp_path / "a", "--merge-adapters")
     assert said("export", path, tmp_path / "a", "--format", "adapter").startswith("wrote")
     _like_the_module(kind, path, _loaded(kind, tmp_path / "a").merge_and_unload())
@@ -75,7 +74,7 @@ def test_an_adapter_that_is_not_merged_here_is_merged_by_peft(kind: str, folder:
 
 @pytest.mark.parametrize("kind", ["prompt", *(pytest.param(kind, marks=WIDE) for kind in ("p-tuning", "bias"))])
 def test_an_adapter_that_no_weights_can_take_up_is_loaded_by_peft(kind: str, folder: Path, tmp_path: Path) -> None:
-    path = _trained(kind, folder, pipeline_parallel_size=1)
+    path = trained(kind, folder, pipeline_parallel_size=1)
     advice = said("export", path, tmp_path / "a", "--merge-adapters")
     assert "load it with peft's `PeftModel`" in advice
     if "write it alone with `--format adapter`" in advice:

@@ -11,7 +11,7 @@ import torch
 from lightning_megatron.checkpoints.files import storage
 from lightning_megatron.checkpoints.files.storage import Place, SummedFile, read_part
 from lightning_megatron.checkpoints.files.writers import Shares, share_out
-from lightning_megatron.checkpoints.state.pretrained import find_prefix
+from lightning_megatron.checkpoints.loading.pretrained import find_prefix
 
 
 @pytest.mark.parametrize("worth", [1, 4096])

@@ -14,7 +14,7 @@ from lightning_megatron.checkpoints.files.exporting import export_safetensors
 from lightning_megatron.checkpoints.files.importing import import_checkpoint
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
-from tests.checkpoints.test_files import command
+from tests.checkpoints.commands import command
 from tests.generation.folders import make_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}

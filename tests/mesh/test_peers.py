@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.mesh.watch.dead_man import DeadManClock
-from lightning_megatron.mesh.watch.peers import Peers, Process, _started, this_process, told
+from lightning_megatron.mesh.watch.peers import Peers, Process, started_at, this_process, told
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 WAIT = [sys.executable, "-S", "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]
@@ -37,7 +37,7 @@ def test_the_end_of_a_process_is_seen_with_its_signal_or_exit_code(act, status, 
     store = dist.HashStore()
     mine, other = Peers(store, 0, 2), Peers(store, 1, 2)
     child = _start()
-    other._mine = replace(this_process(1), pid=child.pid, started=_started(child.pid))
+    other._mine = replace(this_process(1), pid=child.pid, started=started_at(child.pid))
     for peers in (mine, other):
         peers.publish()
     mine.learn()

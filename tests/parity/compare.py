@@ -53,17 +53,25 @@ def check(row: Row) -> None:
     if reason is not None:
         _check_refused(row, reason)
         return
-    traces, wanted, module = run(row), reference(row.reference), ZOO[row.module]
+    traces, wanted = run(row), reference(row.reference)
     _, data, tensor = row.sizes
     for trace in traces:  # a whole state has buffers too, which are not of this comparison
         trace.weights = {name: value for name, value in trace.weights.items() if name in wanted.weights}
-    # Over tensor and context ranks a float32 loss is summed in another order, and its gradients with it.
-    reorders = tensor * row.context > 1
-    weights = max(module.weight_tolerance, module.tolerance) if reorders else module.weight_tolerance
-    if row.context > 1 and row.module.startswith("hf_"):  # products over fewer tokens turn what is rounded to float32
-        weights = max(weights, FLOAT32_OF_OTHERS)
-    differences = list(compare(traces, wanted, module.tolerance, data == 1, weights))
+    losses, weights = tolerances(row.module, tensor, row.context)
+    differences = list(compare(traces, wanted, losses, data == 1, weights))
     assert not differences, f"{row}: {len(differences)} differences\n" + "\n".join(differences[:12])
+
+
+def tolerances(name: str, tensor: int, context: int) -> tuple[float, float]:
+    """What the losses, and the weights, of a module of the zoo may differ by over so many tensor and context ranks.
+
+    Over these ranks a float32 loss is summed in another order, and its gradients with it.
+    """
+    module = ZOO[name]
+    weights = max(module.weight_tolerance, module.tolerance) if tensor * context > 1 else module.weight_tolerance
+    if context > 1 and name.startswith("hf_"):  # products over fewer tokens turn what is rounded to float32
+        weights = max(weights, FLOAT32_OF_OTHERS)
+    return module.tolerance, weights
 
 
 def _check_refused(row: Row, reason: str) -> None:

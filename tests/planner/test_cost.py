@@ -15,7 +15,7 @@ from lightning_megatron.planner import DEFAULT_CONSTANTS, Cluster, ModelShape, R
 from lightning_megatron.planner.cost.communication import Group, all_reduce_seconds, bus_bandwidth, gather_seconds
 from lightning_megatron.planner.cost.compute import accumulation_seconds, gemm_seconds
 from lightning_megatron.planner.cost.layer_memory import layer_activation_bytes
-from lightning_megatron.planner.cost.makespan import closed_form, simulated
+from lightning_megatron.planner.cost.makespan import closed_form, simulated, simulated_in_full
 from lightning_megatron.planner.cost.memory import (
     peak_memory,
     recompute_share,
@@ -158,9 +158,7 @@ def test_long_steps_are_simulated_as_if_in_full(schedule: str) -> None:
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
     recipe = Recipe(pipeline=4, global_batch=61, chunks=chunks, schedule=schedule)
     costs = _costs(recipe, uneven=True)
-    from lightning_megatron.planner.cost.makespan import _span
-
-    assert simulated(costs, recipe) == pytest.approx(_span(costs, recipe, 61), rel=1e-9)
+    assert simulated(costs, recipe) == pytest.approx(simulated_in_full(costs, recipe, 61), rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2"])

@@ -26,7 +26,7 @@ from lightning_megatron.planner.topology import (
     stage_speeds,
 )
 from lightning_megatron.strategy.options.recipes import arguments_of, recipe_of_run
-from lightning_megatron.strategy.planning import _shardings, _without
+from lightning_megatron.strategy.planning import limits_of, shardings_of
 from tests.harness import run_trainers
 from tests.strategy.planning_scenarios import train
 from tests.tools.rehearsal_scenarios import SmallGPT
@@ -219,8 +219,8 @@ def test_the_planner_is_offered_what_goes_together_with_the_other_options(option
     module = SmallGPT()
     module.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     chosen = MegatronStrategy(layout="auto", **options).options
-    usual = Limits(shardings=_shardings(chosen), offload=True)
-    assert _without(chosen, module, usual) == without
+    usual = Limits(shardings=shardings_of(chosen), offload=True)
+    assert limits_of(chosen, module, usual) == without
 
 
 RUNS = [

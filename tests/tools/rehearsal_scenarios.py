@@ -18,7 +18,7 @@ from lightning_megatron.mesh.messages import exchange
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import Memory, stage_memory
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
-from lightning_megatron.tools.rehearsal.one_rank import _OneBatch, _Witness
+from lightning_megatron.tools.rehearsal.one_rank import OneBatch, Witness
 from lightning_megatron.tools.rehearsal.paper import Ledger
 from tests.harness import RankInfo, ReusedProcesses
 from tests.harness.links import linked
@@ -130,7 +130,7 @@ def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
     meter, ledger = MemoryMeter(), Ledger()
     with Metered(meter), Overheard(ledger):
         module, batch = build()
-        witness = _Witness(ledger, meter)
+        witness = Witness(ledger, meter)
         strategy = linked(MegatronStrategy(**settings, whole_batch_loss=False), through_memory=False)
         trainer = Trainer(
             accelerator="cpu",
@@ -146,7 +146,7 @@ def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, _OneBatch(batch))
+        trainer.fit(module, OneBatch(batch))
     schedules = witness.found["schedules"]
     steps = [s.instructions[strategy.mesh.stage] for (_, forward_only), s in schedules.items() if not forward_only]
     return {

@@ -72,7 +72,8 @@ def _fields(pid: int) -> list[str]:
     return []
 
 
-def _started(pid: int) -> int:
+def started_at(pid: int) -> int:
+    """When a process of this machine was started, in clock ticks since boot; 0 where it is not there."""
     found = _fields(pid)
     return int(found[19]) if len(found) > 19 else 0
 
@@ -83,7 +84,7 @@ def this_process(rank: int) -> Peer:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         written = os.fstat(sys.stderr.fileno())
         output = f"{written.st_dev}:{written.st_ino}"
-    return Peer(rank, os.getpid(), _started(os.getpid()), output, socket.gethostname())
+    return Peer(rank, os.getpid(), started_at(os.getpid()), output, socket.gethostname())
 
 
 def told(status: int | None) -> str:

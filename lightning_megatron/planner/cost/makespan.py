@@ -56,12 +56,12 @@ def simulated(costs: list[StageSeconds], recipe: Recipe) -> float:
     stages, count = recipe.pipeline, recipe.micro_batches
     long = 3 * stages + count % stages
     if count <= long:
-        return _span(costs, recipe, count)
-    longer = _span(costs, recipe, long)
-    return longer + (count - long) // stages * (longer - _span(costs, recipe, long - stages))
+        return simulated_in_full(costs, recipe, count)
+    longer = simulated_in_full(costs, recipe, long)
+    return longer + (count - long) // stages * (longer - simulated_in_full(costs, recipe, long - stages))
 
 
-def _span(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> float:
+def simulated_in_full(costs: list[StageSeconds], recipe: Recipe, micro_batches: int) -> float:
     """Simulated seconds of a step of ``micro_batches`` micro-batches.
 
     With post-validation, whose ranks do not wait for each other between steps, this is the longest span of one rank.

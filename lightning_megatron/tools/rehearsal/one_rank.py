@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _DEPTH = 6
 
 
-class _OneBatch:
+class OneBatch:
     """A loader of one batch."""
 
     def __init__(self, batch: Any) -> None:
@@ -52,7 +52,7 @@ class _OneBatch:
         return 1
 
 
-class _Witness:
+class Witness:
     """Measures a step from Lightning's hooks, before the Trainer frees anything."""
 
     def __init__(self, ledger: Ledger, meter: MemoryMeter) -> None:
@@ -208,7 +208,7 @@ def rehearse(
     with _quiet(), alone, paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
         built, batch = _built(module, batch)
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
-        witness = _Witness(ledger, meter)
+        witness = Witness(ledger, meter)
         rehearsed = strategy.unstarted(
             PaperWorld(mode),
             process_group_backend=BACKEND,
@@ -233,13 +233,13 @@ def _built(module: Any, batch: Any) -> tuple[LightningModule, Any]:
     return made, batch
 
 
-def _fit(runner: Any, module: LightningModule, batch: Any, witness: _Witness) -> None:
+def _fit(runner: Any, module: LightningModule, batch: Any, witness: Witness) -> None:
     """Run one step; an error in it is raised as such, even if another error follows during teardown."""
     try:
         if batch is None:
             runner.fit(module)
         else:
-            runner.fit(module, _OneBatch(batch))
+            runner.fit(module, OneBatch(batch))
     except BaseException:
         if witness.moments.error is not None:
             raise witness.moments.error from None
@@ -249,7 +249,7 @@ def _fit(runner: Any, module: LightningModule, batch: Any, witness: _Witness) ->
 
 
 def _report(
-    strategy: Any, module: LightningModule, whole: int, ledger: Ledger, witness: _Witness, mode: Weightless
+    strategy: Any, module: LightningModule, whole: int, ledger: Ledger, witness: Witness, mode: Weightless
 ) -> Rehearsal:
     mesh, stage = strategy.mesh, Stage.of(module)
     schedules: dict[tuple[int, bool], Schedule] = witness.found["schedules"]
