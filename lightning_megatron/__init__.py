@@ -13,7 +13,7 @@ from lightning_megatron.mesh.lazy import names_of, offer
 from lightning_megatron.strategy.lightning.at_import.registration import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
-    from lightning_megatron.checkpoints.state.pretrained import load_hf_weights as load_hf_weights
+    from lightning_megatron.checkpoints.loading.pretrained import load_hf_weights as load_hf_weights
     from lightning_megatron.strategy import data as data
     from lightning_megatron.strategy.lightning.precision import MegatronMixedPrecision as MegatronMixedPrecision
     from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO as MegatronCheckpointIO
@@ -27,7 +27,7 @@ else:
             "MegatronMixedPrecision": "strategy.lightning.precision",
             "MegatronStrategy": "strategy.strategy",
             "data": "strategy.data",
-            "load_hf_weights": "checkpoints.state.pretrained",
+            "load_hf_weights": "checkpoints.loading.pretrained",
         },
     )
 

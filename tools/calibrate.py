@@ -25,7 +25,7 @@ import numpy as np
 from lightning_megatron.planner.cost.makespan import closed_form
 from lightning_megatron.planner.cost.prediction import Prediction, predict
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, PRIORS, SPREAD, Constants
-from lightning_megatron.planner.runs.runs import Run, read_rows, run_from_row
+from lightning_megatron.planner.runs.runs import PublishedRun, read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import FamilyScore, Scored, measured_seconds, score_row, summaries
 from tools.error_plot import error_svg
 
@@ -39,7 +39,7 @@ class Sample:
     """A run with its measured seconds and its weight in the fit."""
 
     row: Mapping[str, str]
-    run: Run
+    run: PublishedRun
     seconds: float
     weight: float
 
@@ -63,7 +63,7 @@ def _errors(samples: Sequence[Sample], constants: Constants) -> list[float]:
     return [math.log(_quick(s.run, constants).iteration_seconds / s.seconds) for s in samples]
 
 
-def _quick(run: Run, constants: Constants) -> Prediction:
+def _quick(run: PublishedRun, constants: Constants) -> Prediction:
     """A prediction by the closed forms of the bubble, for a fit makes thousands."""
     return predict(run.shape, run.recipe, run.cluster, constants=constants, makespan=closed_form)
 

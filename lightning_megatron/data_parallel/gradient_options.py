@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding
-from lightning_megatron.data_parallel.offload.request import Offload
+from lightning_megatron.data_parallel.offload_request import Offload
 from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 
 

@@ -25,8 +25,8 @@ from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
-from lightning_megatron.data_parallel.offload.host_plan import HostPlan
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
+from lightning_megatron.data_parallel.update.host_plan import HostPlan
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
 from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices, whole_matrices

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.data_parallel.offload import host_memory
+from lightning_megatron.data_parallel.buckets import host_memory
 from tests.activations.layers import WIDTH, Block, ByHand, Convolution, Heads, Modules, RotatedWindow
 from tests.harness import RankInfo
+from tests.parity import compare
 from tests.parity.train import make_trainer
 from tests.parity.zoo.data import VOCABULARY
-from tests.parity.zoo.registry import build
+from tests.parity.zoo.registry import STRICT, build
 from tests.parity.zoo.tasks import TokenTask
 
 KINDS = {
@@ -36,6 +37,13 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+def tolerances(kind: str, arguments: dict[str, Any]) -> tuple[float, float]:
+    """What losses and weights may differ by from those of one process."""
+    if not kind.startswith("hf_"):
+        return STRICT, STRICT
+    return compare.tolerances(kind, *(arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "context")))
 
 
 def one_budget(

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_megatron.data_parallel.offload.host_memory import HostMemory
-from lightning_megatron.data_parallel.offload.steps import _Job
+from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
+from lightning_megatron.data_parallel.update.hosted_steps import UpdateJob
 from lightning_megatron.mesh.messages import host_link as link
 from lightning_megatron.strategy.options import offload_checks
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, train
@@ -93,20 +93,20 @@ def offloaded(
     """
     counted = {"hosted": 0, "near": 0, "largest": 0, "steps": 0}
     near: dict[int, int] = {}
-    empty, near_of, leave = HostMemory.empty, _Job._near, _Job.leave
+    empty, near_of, leave = HostMemory.empty, UpdateJob.bring, UpdateJob.leave
     path = SleepingLink(around.sleeps)
 
     def counting(self: HostMemory, elements: int, dtype: torch.dtype) -> Tensor:
         counted["hosted"] += elements * dtype.itemsize
         return empty(self, elements, dtype)
 
-    def coming(self: _Job, value: Tensor, device: torch.device) -> Tensor:
+    def coming(self: UpdateJob, value: Tensor, device: torch.device) -> Tensor:
         near[id(self)] = near.get(id(self), 0) + value.numel()
         counted["near"] = max(counted["near"], sum(near.values()))
         counted["largest"] = max(counted["largest"], 3 * sum(b.placement.shard for b in self._buckets))
         return near_of(self, value, device)
 
-    def leaving(self: _Job) -> None:
+    def leaving(self: UpdateJob) -> None:
         counted["steps"] += 1
         if around.fails and counted["steps"] == 2:
             raise ArithmeticError("as it was meant to")
@@ -115,8 +115,8 @@ def offloaded(
 
     patches: list[Any] = [
         mock.patch.object(HostMemory, "empty", counting),
-        mock.patch.object(_Job, "_near", coming),
-        mock.patch.object(_Job, "leave", leaving),
+        mock.patch.object(UpdateJob, "bring", coming),
+        mock.patch.object(UpdateJob, "leave", leaving),
     ]
     if around.sleeps:
         patches.append(mock.patch.object(link, "link_for", lambda device: path))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_megatron.checkpoints.state.pretrained import start_from
+from lightning_megatron.checkpoints.loading.pretrained import start_from
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.pipeline.elsewhere.containers import is_library
 

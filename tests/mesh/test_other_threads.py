@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 from lightning_megatron.mesh.watch.hang import HangWatch
-from lightning_megatron.mesh.watch.other_threads import Place, _places, listing, places_of
+from lightning_megatron.mesh.watch.other_threads import StackLine, listing, places_of, read_places
 
 
 class _Store:
@@ -53,5 +53,5 @@ def test_threads_and_letters_that_are_not_ascii_are_told_apart() -> None:
         '  File "/caf\\xe9.py", line ??? in \\u00e92\n'
         '  File "/b.py", line 7 in <lambda>\n'
     )
-    assert _places(written, 0xCD, 40) == [Place("/café.py", 0, "é2"), Place("/b.py", 7, "<lambda>")]
-    assert _places(written, 0xAB, 40) == [Place("/a.py", 3, "look")]
+    assert read_places(written, 0xCD, 40) == [StackLine("/café.py", 0, "é2"), StackLine("/b.py", 7, "<lambda>")]
+    assert read_places(written, 0xAB, 40) == [StackLine("/a.py", 3, "look")]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_megatron.pipeline.cut.trunk import find_trunk
-from lightning_megatron.pipeline.forwards.recompute import RecomputedCall, check_recompute, install_recompute
+from lightning_megatron.pipeline.cut.trunk import LayersHere
+from lightning_megatron.pipeline.forwards.recompute import RecomputedCall, check_recompute, recompute_layers
 
 
 class Layer(nn.Module):
@@ -68,7 +68,7 @@ def train(recompute: Any, fused: bool = True) -> tuple[list[Tensor], int, dict[s
                 next(calls[name])  # a number would be put back after the recomputation
 
             (layer.qkv if name == "qkv" else layer.mlp[0]).register_forward_hook(count)
-    install_recompute(net, find_trunk(net), recompute)
+    recompute_layers(LayersHere(net), recompute)
     x, saved = torch.randn(2, 5, 8, dtype=torch.float64), Saved(net)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
         loss = net(x).square().sum()
@@ -104,7 +104,7 @@ def test_gradients_stay_and_saved_activations_go(recompute: Any, runs: dict[str,
 def test_a_second_installation_replaces_the_first() -> None:
     net = Net()
     for recompute in ("full", "selective", ["*.mlp"], None):
-        install_recompute(net, find_trunk(net), recompute)
+        recompute_layers(LayersHere(net), recompute)
     assert all(module.forward.__func__ is type(module).forward for module in net.modules())
 
 
@@ -116,7 +116,7 @@ def test_selective_says_what_it_looked_for_where_there_is_none() -> None:
 def test_a_pattern_that_matches_nothing_lists_names() -> None:
     net = Net()
     with pytest.raises(ValueError, match=r"'\*\.attention'.*layers\.0\.qkv"):
-        install_recompute(net, find_trunk(net), ["*.attention"])
+        recompute_layers(LayersHere(net), ["*.attention"])
 
 
 @pytest.mark.parametrize("wrong", ["all", {"every": 0}, {"each": 2}, [], [1], 3, {"every": True}])
@@ -141,7 +141,7 @@ def test_a_key_value_cache_is_not_filled_twice() -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    install_recompute(model, find_trunk(model), "full")
+    recompute_layers(LayersHere(model), "full")
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(model.parameters(), expected, strict=True))
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.layers.multiply.float8 import FLOAT8
-from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.cut.trunk import LayersHere
 from lightning_megatron.pipeline.forwards.compiled import CompiledCall, compile_layers
 from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
 from lightning_megatron.pipeline.forwards.low_precision_linears import multiply_in_8_bits
-from lightning_megatron.pipeline.forwards.recompute import RecomputedCall, install_recompute
+from lightning_megatron.pipeline.forwards.recompute import RecomputedCall, recompute_layers
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 
@@ -154,9 +154,9 @@ class Net(nn.Module):
 
 def test_recomputation_and_compilation_give_one_nesting_in_either_order() -> None:
     calls = {
-        "recompute": lambda net: install_recompute(net, find_trunk(net), "full"),
-        "compile": lambda net: compile_layers(net, None, {"backend": "eager"}, "auto"),
-        "eight": lambda net: multiply_in_8_bits(net, None, True, "auto"),
+        "recompute": lambda net: recompute_layers(LayersHere(net), "full"),
+        "compile": lambda net: compile_layers(LayersHere(net), {"backend": "eager"}),
+        "eight": lambda net: multiply_in_8_bits(LayersHere(net), True),
     }
     for order in itertools.permutations(calls):
         net = Net()
@@ -164,9 +164,9 @@ def test_recomputation_and_compilation_give_one_nesting_in_either_order() -> Non
             calls[name](net)
         layer: Any = net.layers[0]
         assert isinstance(layer.forward, RecomputedCall) and isinstance(layer.forward.forward, CompiledCall), order
-        install_recompute(net, find_trunk(net), None)
-        compile_layers(net, None, False, "auto")
-        multiply_in_8_bits(net, None, False, "auto")
+        recompute_layers(LayersHere(net), None)
+        compile_layers(LayersHere(net), False)
+        multiply_in_8_bits(LayersHere(net), False)
         assert not any("forward" in child.__dict__ for child in net.modules()), order
 
 
@@ -174,22 +174,22 @@ def test_a_linear_with_a_forward_put_on_it_keeps_that_under_split_backwards_and_
     net = Net()
     patched: Any = net.layers[0].linear
     patched.forward = lambda x: 3 * x
-    multiply_in_8_bits(net, None, True, "auto")
+    multiply_in_8_bits(LayersHere(net), True)
     weights = WeightGradients(net.layers)
     with weights.installed():
         assert torch.equal(patched(torch.ones(1, 16)), 3 * torch.ones(1, 16))
         split: Any = net.layers[1].linear.forward
         assert split.slot is ForwardSlot.SPLIT and split._products is FLOAT8
-    install_recompute(net, find_trunk(net), ["*.linear"])
+    recompute_layers(LayersHere(net), ["*.linear"])
     with weights.installed():
         assert torch.equal(patched(torch.ones(1, 16)), 3 * torch.ones(1, 16))
 
 
 def test_turning_compilation_off_leaves_a_forward_put_on_a_layer() -> None:
     net = Net()
-    compile_layers(net, None, {"backend": "eager"}, "auto")
+    compile_layers(LayersHere(net), {"backend": "eager"})
     own = net.layers[1].__dict__["forward"] = lambda x: 3 * x
-    compile_layers(net, None, False, "auto")
+    compile_layers(LayersHere(net), False)
     assert "forward" not in net.layers[0].__dict__ and net.layers[1].__dict__["forward"] is own
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights, take_weights
 from lightning_megatron.data_parallel.buckets.holders import Sharing
+from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
 from lightning_megatron.data_parallel.buckets.shards import FlatPlacement, ShardPart, place, views
-from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
 from lightning_megatron.mesh.watch import waits
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
 from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
-from lightning_megatron.data_parallel.offload.host_memory import HostMemory
 
 
 @dataclass

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
-from lightning_megatron.data_parallel.offload.steps import HostedSteps
+from lightning_megatron.data_parallel.update.hosted_steps import HostedSteps
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.data_parallel.offload.host_memory import GIB, free_bytes
+from lightning_megatron.data_parallel.buckets.host_memory import GIB, free_bytes
 from lightning_megatron.data_parallel.windows.window import Window
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 

@@ -80,7 +80,7 @@ def _cast_as(casting: Casting) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Noted:
+class DelayedCall:
     """A function of logits that treats every token alike, to be done later: [n, classes] -> [n, classes].
 
     Attributes:
@@ -123,7 +123,7 @@ class HeadRows(SplitDim):
     differentiable: bool = True
     dtype: torch.dtype = torch.float32
     pieces: Pieces = field(default_factory=lambda: Pieces(1))
-    steps: tuple[Noted, ...] = ()
+    steps: tuple[DelayedCall, ...] = ()
     shown: list[int] = field(default_factory=lambda: [0])
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class HeadRows(SplitDim):
         Raises:
             NeedsWhole: its result is not one row of classes per token on the same device.
         """
-        step = Noted(func, args, kwargs, casting_of(torch.device(self.casting[0])))
+        step = DelayedCall(func, args, kwargs, casting_of(torch.device(self.casting[0])))
         used = tuple((v, version_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         return replace(self, steps=(*self.steps, step), used=(*self.used, *used), shown=[0])
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.mesh.watch import waits
-from lightning_megatron.mesh.watch.other_threads import Place, listing, places_of
+from lightning_megatron.mesh.watch.other_threads import StackLine, listing, places_of
 
 _ANSWERS_S = 3.0
 _DEPTH = 6
@@ -73,7 +73,7 @@ class HangWatch:
             return None
         return self._ask(stack)
 
-    def _answer(self, stack: Sequence[Place]) -> None:
+    def _answer(self, stack: Sequence[StackLine]) -> None:
         """Answer every question that any rank has asked."""
         asked = self._store.add("hang/asked", 0)
         if asked == self._answered:
@@ -91,7 +91,7 @@ class HangWatch:
             self._answered += 1
             self._store.set(f"hang/{self._answered}/{self._rank}", json.dumps(note))
 
-    def _ask(self, stack: Sequence[Place]) -> tuple[int, str] | None:
+    def _ask(self, stack: Sequence[StackLine]) -> tuple[int, str] | None:
         question = self._store.add("hang/asked", 1)
         until = time.monotonic() + _ANSWERS_S
         while time.monotonic() < until:
@@ -112,7 +112,7 @@ class HangWatch:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
 
-def _waiting_now(stack: Sequence[Place]) -> waits.Waiting | None:
+def _waiting_now(stack: Sequence[StackLine]) -> waits.Waiting | None:
     """What this process waits for; ``None`` if it does not.
 
     Args:
@@ -121,7 +121,7 @@ def _waiting_now(stack: Sequence[Place]) -> waits.Waiting | None:
     return waits.waiting(_call_of_torch(stack))
 
 
-def _call_of_torch(stack: Sequence[Place]) -> str:
+def _call_of_torch(stack: Sequence[StackLine]) -> str:
     """A call that blocks and says nothing itself: ```all_reduce` called at task.py:31``; empty if there is none."""
     name = ""
     for place in stack:

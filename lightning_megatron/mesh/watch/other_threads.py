@@ -23,7 +23,7 @@ _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _PLACE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
-class Place(NamedTuple):
+class StackLine(NamedTuple):
     """One line of a stack.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
-def places_of(thread: int, most: int = 40) -> list[Place] | None:
+def places_of(thread: int, most: int = 40) -> list[StackLine] | None:
     """Places of a thread, innermost first.
 
     Args:
@@ -54,12 +54,12 @@ def places_of(thread: int, most: int = 40) -> list[Place] | None:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return _places(file.read().decode("ascii", "replace"), thread, most)
+        return read_places(file.read().decode("ascii", "replace"), thread, most)
 
 
-def _places(written: str, thread: int, most: int) -> list[Place] | None:
+def read_places(written: str, thread: int, most: int) -> list[StackLine] | None:
     """The places of one thread in what ``faulthandler`` has written about all."""
-    found: list[Place] | None = None
+    found: list[StackLine] | None = None
     for line in written.splitlines():
         header = _THREAD.match(line)
         if header is not None and found is not None:
@@ -69,7 +69,7 @@ def _places(written: str, thread: int, most: int) -> list[Place] | None:
         place = _PLACE.match(line)
         if place is not None and found is not None and len(found) < most:
             number = int(place[2]) if place[2].isdigit() else 0
-            found.append(Place(_unescaped(place[1]), number, _unescaped(place[3])))
+            found.append(StackLine(_unescaped(place[1]), number, _unescaped(place[3])))
     return found
 
 
@@ -82,7 +82,7 @@ def _unescaped(name: str) -> str:
     )
 
 
-def listing(places: Sequence[Place]) -> str:
+def listing(places: Sequence[StackLine]) -> str:
     """Lines as a traceback shows them, outermost first.
 
     Args:

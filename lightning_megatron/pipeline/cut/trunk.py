@@ -31,6 +31,37 @@ class Trunk:
         return [module.get_submodule(name) for name in self.layer_names]
 
 
+@dataclass(frozen=True)
+class LayersHere:
+    """Which layers of a module this rank runs.
+
+    Attributes:
+        module: the whole module.
+        name: dotted name of the trunk, or ``"auto"``; only used if the module is not cut.
+        cut: the trunk of a module that is cut.
+        owned: names of the layers on this stage; all of the trunk's if the module is not cut.
+    """
+
+    module: nn.Module
+    name: str = "auto"
+    cut: Trunk | None = None
+    owned: tuple[str, ...] = ()
+
+    @property
+    def trunk(self) -> Trunk:
+        """The trunk; it is looked for when it is asked for, so that a module without one does not fail before.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return find_trunk(self.module, self.name) if self.cut is None else self.cut
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers on this rank, in their order."""
+        return self.trunk.layer_names if self.cut is None else self.owned
+
+
 def holders_of(container: nn.Module, root: nn.Module) -> list[nn.Module]:
     """``root``, and every module in it that ``container`` is in, under whichever name."""
     inside = [module for module in root.modules() if any(child is container for child in module.modules())]

@@ -8,15 +8,14 @@ of the compiled code; collectives of tensor-parallel layers run between the comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.cut.trunk import LayersHere
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
-from lightning_megatron.pipeline.stage.stage import Stage
 
 CompileOptions = bool | Mapping[str, Any]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -76,35 +75,28 @@ class CompiledCall(Wrapper):
         return self._run(self.module, *args, **kwargs)
 
 
-def compile_layers(module: nn.Module, stage: Stage | None, options: CompileOptions, pipeline_layers: str) -> None:
+def compile_layers(here: LayersHere, options: CompileOptions) -> None:
     """Compile this rank's layers, or remove the compiled calls of an earlier run if ``options`` is ``False``.
 
     Args:
-        module: the whole module.
-        stage: this rank's stage; ``None`` for a module that is not cut.
+        here: this rank's layers.
         options: ``True``, ``False``, or keyword arguments of ``torch.compile``.
-        pipeline_layers: dotted name of the trunk, or ``"auto"``; only used if ``stage`` is ``None``.
 
     Raises:
         ValueError: no trunk is found, or a layer does not run the ``forward`` that its class defines.
     """
-    if stage is not None:
-        _install(module, stage.partition.trunk, options, stage.presence.layers_here())
+    compiled = (ForwardStack.of(child).get(ForwardSlot.COMPILE) is not None for child in here.module.modules())
+    if options is False and not any(compiled):
         return
-    if options is False and all(ForwardStack.of(child).get(ForwardSlot.COMPILE) is None for child in module.modules()):
-        return
-    _install(module, find_trunk(module, pipeline_layers), options, None)
-
-
-def _install(module: nn.Module, trunk: Trunk, options: CompileOptions, owned: Collection[str] | None) -> None:
     arguments = {} if isinstance(options, bool) else dict(options)
+    trunk, owned = here.trunk, here.names
     run: dict[type, Callable[..., Any]] = {}
-    for name, layer in zip(trunk.layer_names, trunk.layers(module), strict=True):
+    for name, layer in zip(trunk.layer_names, trunk.layers(here.module), strict=True):
         stack = ForwardStack.of(layer)
         if options is False and getattr(stack.get(ForwardSlot.COMPILE), "by_user", False):
             continue
         stack.remove(ForwardSlot.COMPILE)
-        if options is False or (owned is not None and name not in owned):
+        if options is False or name not in owned:
             continue
         own = type(layer).forward
         if not stack.runs_class_forward or own is nn.Module.forward:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.multiply.float8 import FLOAT8, MULTIPLE, fits, float8_linear
 from lightning_megatron.layers.multiply.weight_view import TRANSPOSED, WHOLE, autocast_input
-from lightning_megatron.pipeline.cut.trunk import find_trunk
+from lightning_megatron.pipeline.cut.trunk import LayersHere
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 from lightning_megatron.pipeline.forwards.weight_gradients import is_plain_linear, is_sharded_linear
-from lightning_megatron.pipeline.stage.stage import Stage
 
 _CAPABILITY = (8, 9)
 
@@ -54,14 +53,12 @@ def _lack(device: torch.device) -> str | None:
     return None if capability >= _CAPABILITY else f"{name} of capability {capability[0]}.{capability[1]}"
 
 
-def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pipeline_layers: str) -> str:
+def multiply_in_8_bits(here: LayersHere, wanted: bool) -> str:
     """Make this rank's linears in the trunk compute 8-bit products, or restore them after an earlier run.
 
     Args:
-        module: the whole module.
-        stage: this rank's stage; ``None`` for a module that is not cut.
+        here: this rank's layers.
         wanted: whether 8-bit products are asked for; if not, linears are only restored.
-        pipeline_layers: dotted name of the trunk, or ``"auto"``; only used if ``stage`` is ``None``.
 
     Returns:
         A message for the user: how many linears compute in 8 bits, and which stay in 16 bits; empty if not ``wanted``.
@@ -69,20 +66,19 @@ def multiply_in_8_bits(module: nn.Module, stage: Stage | None, wanted: bool, pip
     Raises:
         ValueError: no trunk is found, or none of the linears in this rank's layers fits.
     """
-    for child in module.modules():
+    for child in here.module.modules():
         _restore(child)
     if not wanted:
         return ""
-    trunk = stage.partition.trunk if stage is not None else find_trunk(module, pipeline_layers)
-    owned = stage.presence.layers_here() if stage is not None else list(trunk.layer_names)
+    owned = list(here.names)
     chosen: list[tuple[str, Any]] = []
     kept: list[tuple[str, Any]] = []
-    for name, linear in _linears(module, owned):
+    for name, linear in _linears(here.module, owned):
         (chosen if fits(*_shape(linear)) else kept).append((name, linear))
     listed = ", ".join(f"`{name}` {list(_shape(linear))}" for name, linear in kept)
     if owned and not chosen:
         raise ValueError(
-            f"`precision='fp8-mixed'` finds no linear in the layers of `{trunk.name}` on this rank whose dims are "
+            f"`precision='fp8-mixed'` finds no linear in the layers of `{here.trunk.name}` on this rank whose dims are "
             f"multiples of {MULTIPLE}; there are {listed or 'none at all'}. Use `precision='bf16-mixed'`."
         )
     for _, linear in chosen:

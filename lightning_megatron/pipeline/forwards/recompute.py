@@ -24,10 +24,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.pipeline.cut.trunk import Trunk, find_trunk
+from lightning_megatron.pipeline.cut.trunk import LayersHere, Trunk
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
-from lightning_megatron.pipeline.stage.stage import Stage
 
 Recompute = str | Mapping[str, int] | Sequence[str] | None
 _CHOICES = "None, 'full', 'selective', {'every': n}, or a list of names or patterns such as ['*.layers.0', '*.mlp']"
@@ -54,31 +53,28 @@ def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(entry, str) for entry in value)
 
 
-def install_recompute(
-    module: nn.Module, trunk: Trunk, recompute: Recompute, owned: Sequence[str] | None = None
-) -> list[str]:
+def recompute_layers(here: LayersHere, recompute: Recompute) -> list[str]:
     """Make layers recompute their activations; call it once the module is cut and sharded.
 
     Args:
-        module: the module.
-        trunk: its layers.
+        here: this rank's layers.
         recompute: ``"full"``: every layer; ``{"every": n}``: layers 0, n, 2n, ...; ``"selective"``: only the attention
             core ``softmax(q kᵀ) v`` of every layer (arXiv 2205.05198); patterns: the layers, or modules in them, whose
             dotted names match; ``None``: remove the wrappers of an earlier run.
-        owned: names of the layers on this stage; by default all.
 
     Returns:
         Names of the modules that are recomputed, in whole or in part.
 
     Raises:
-        ValueError: a pattern matches nothing.
+        ValueError: no trunk is found, or a pattern matches nothing.
     """
+    module, trunk = here.module, here.trunk
     for layer in trunk.layers(module):
         for inner in layer.modules():
             ForwardStack.of(inner).remove(ForwardSlot.RECOMPUTE)
     if recompute is None:
         return []
-    layers = list(trunk.layer_names if owned is None else owned)
+    layers = list(here.names)
     if recompute == "selective":
         cores = AttentionCores(layers)
         for name in layers:
@@ -89,14 +85,6 @@ def install_recompute(
     for name in chosen:
         RecomputedCall(module.get_submodule(name)).install()
     return chosen
-
-
-def recompute_layers(module: nn.Module, stage: Stage | None, recompute: Recompute, pipeline_layers: str) -> None:
-    """Call :func:`install_recompute` for this rank's layers, or for all layers of a module that is not cut."""
-    if stage is None:
-        install_recompute(module, find_trunk(module, pipeline_layers), recompute)
-    else:
-        install_recompute(module, stage.partition.trunk, recompute, stage.presence.layers_here())
 
 
 def _chosen(module: nn.Module, trunk: Trunk, recompute: str | Mapping[str, int] | Sequence[str]) -> Sequence[str]:

@@ -28,7 +28,7 @@ KEPT_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ActivationParts:
     """Bytes of one layer's activations of one micro-batch.
 
     Attributes:
@@ -40,12 +40,12 @@ class Parts:
     other: float
 
 
-def parts(shape: ModelShape, recipe: Recipe) -> Parts:
+def parts(shape: ModelShape, recipe: Recipe) -> ActivationParts:
     """What of a layer's activations always leaves, and what may."""
     if recipe.activation_offload == "inputs":
-        return Parts(checkpoint_bytes(shape, recipe), 0.0)
+        return ActivationParts(checkpoint_bytes(shape, recipe), 0.0)
     always = checkpoint_bytes(shape, recipe) + core_output_bytes(shape, recipe)
-    return Parts(always, max(0.0, layer_activation_bytes(shape, recipe) - always))
+    return ActivationParts(always, max(0.0, layer_activation_bytes(shape, recipe) - always))
 
 
 def leaving_bytes(shape: ModelShape, recipe: Recipe) -> float:

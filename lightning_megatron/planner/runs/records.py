@@ -10,7 +10,7 @@ from typing import Any
 from lightning_megatron.planner.cost.prediction import Prediction, predict
 from lightning_megatron.planner.model.cluster import GIB
 from lightning_megatron.planner.model.constants import DEFAULT_CONSTANTS, Constants
-from lightning_megatron.planner.runs.runs import Run, read_rows, run_from_row
+from lightning_megatron.planner.runs.runs import PublishedRun, read_rows, run_from_row
 from lightning_megatron.planner.runs.scoring import FamilyScore, Scored, convention_tflops, score_row, summaries
 
 
@@ -28,7 +28,7 @@ class PredictedRow:
 
     id: str
     row: Mapping[str, str]
-    run: Run | None
+    run: PublishedRun | None
     prediction: Prediction | None
     error: str | None
 

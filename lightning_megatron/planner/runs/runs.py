@@ -56,7 +56,7 @@ _FSDP = frozenset({"fsdp", "fsdp2", "zero3", "hsdp"})
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PublishedRun:
     """A published run, as the input of a prediction.
 
     Args:
@@ -97,7 +97,7 @@ def without_measurements(row: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in row.items() if name not in MEASURED}
 
 
-def run_from_row(row: Mapping[str, str], default_id: str = "row") -> Run:
+def run_from_row(row: Mapping[str, str], default_id: str = "row") -> PublishedRun:
     """Read the description of a run from a row.
 
     Args:
@@ -115,7 +115,7 @@ def run_from_row(row: Mapping[str, str], default_id: str = "row") -> Run:
         raise ValueError(f"row {name!r}: {error}") from error
 
 
-def _run_from_cells(cells: Mapping[str, str], name: str) -> Run:
+def _run_from_cells(cells: Mapping[str, str], name: str) -> PublishedRun:
     """Read a run from cells without the measured columns."""
     remarks: list[str] = []
     precision = _precision(cells.get("precision", ""))
@@ -127,7 +127,7 @@ def _run_from_cells(cells: Mapping[str, str], name: str) -> Run:
         remarks.append(remark)
     shape = _shape(cells, remarks)
     recipe = _recipe(cells, cluster, precision, shape, remarks)
-    return Run(
+    return PublishedRun(
         name,
         cells.get("family") or "unnamed",
         shape,

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_megatron.planner.cost.prediction import Prediction
-from lightning_megatron.planner.runs.runs import Run
+from lightning_megatron.planner.runs.runs import PublishedRun
 
 
-def convention_flops(run: Run, prediction: Prediction) -> float:
+def convention_flops(run: PublishedRun, prediction: Prediction) -> float:
     """FLOPs of one step in the run's own convention.
 
     * ``hardware x4 (old estimate ...)``: 96 B s l h^2, the layers' matrix products with full recomputation only;
@@ -31,7 +31,7 @@ def convention_flops(run: Run, prediction: Prediction) -> float:
     return tokens * shape.model_flops_per_token
 
 
-def convention_tflops(run: Run, prediction: Prediction) -> float:
+def convention_tflops(run: PublishedRun, prediction: Prediction) -> float:
     """Predicted TFLOP/s per GPU in the run's own convention."""
     return convention_flops(run, prediction) / prediction.iteration_seconds / run.recipe.world / 1e12
 
@@ -45,7 +45,7 @@ def measured_number(row: Mapping[str, str], column: str) -> float | None:
     return value if math.isfinite(value) and value > 0 else None
 
 
-def measured_seconds(row: Mapping[str, str], run: Run, prediction: Prediction) -> float | None:
+def measured_seconds(row: Mapping[str, str], run: PublishedRun, prediction: Prediction) -> float | None:
     """Measured seconds per step, or computed from tokens/s, TFLOP/s (the row's convention) or MFU; None without any."""
     world, tokens = run.recipe.world, run.recipe.global_batch * run.shape.seq
     if seconds := measured_number(row, "iter_s"):
@@ -80,7 +80,7 @@ class Scored:
         oom: whether the run ran out of memory.
     """
 
-    run: Run
+    run: PublishedRun
     prediction: Prediction
     seconds: float | None
     oom: bool
@@ -93,7 +93,7 @@ class Scored:
         return self.prediction.iteration_seconds / self.seconds - 1.0
 
 
-def score_row(row: Mapping[str, str], run: Run, prediction: Prediction) -> Scored:
+def score_row(row: Mapping[str, str], run: PublishedRun, prediction: Prediction) -> Scored:
     """Compare a prediction with the measured columns of its row."""
     return Scored(run, prediction, measured_seconds(row, run, prediction), ran_out_of_memory(row))
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_megatron.data_parallel.offload import host_memory
-from lightning_megatron.data_parallel.offload.host_memory import GIB
+from lightning_megatron.data_parallel.buckets import host_memory
+from lightning_megatron.data_parallel.buckets.host_memory import GIB
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.host_link import HostLink
 from lightning_megatron.pipeline.schedules.check import activations_in_flight
@@ -43,7 +43,7 @@ class HostFull(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """One call of a layer, measured.
 
     Attributes:
@@ -104,7 +104,7 @@ class HostBudget:
     link: HostLink
     tensor: dist.ProcessGroup | None = None
     share: float = 0.0
-    sizes: dict[str, Sizes] = field(default_factory=dict)
+    sizes: dict[str, CallSizes] = field(default_factory=dict)
     _inputs: dict[str, int] = field(default_factory=dict)
     _free: float | None = None
     _limits: tuple[float, float] = (float("inf"), float("inf"))
@@ -129,7 +129,7 @@ class HostBudget:
             self._settle()
         return bytes_of_input > 1.2 * self._inputs.get(layer, 0)
 
-    def measured(self, layer: str, bytes_of_input: int, sizes: Sizes, held: int) -> None:
+    def measured(self, layer: str, bytes_of_input: int, sizes: CallSizes, held: int) -> None:
         """Settle the share by one more call of a layer; collective over the tensor ranks.
 
         Args:
@@ -148,7 +148,7 @@ class HostBudget:
         everyone = [mine] if self.tensor is None else objects.gather(mine, self.tensor)
         told, free = [found for found, _ in everyone], min(free for _, free in everyone)
         always, other, seconds, whole = zip(*map(astuple, told), strict=True)
-        self.sizes[layer] = Sizes(max(always), max(other), min(seconds), max(whole))
+        self.sizes[layer] = CallSizes(max(always), max(other), min(seconds), max(whole))
         self._free = free if self._free is None else self._free
         self._settle()
         if self.chooses and len(self.sizes) == self.layers:

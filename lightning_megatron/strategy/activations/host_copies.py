@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_megatron.mesh.messages.host_link import Copy, HostLink
 
 
-class Told(Protocol):
+class CopyNotes(Protocol):
     """What has something to say about the copies."""
 
     def report(self) -> str:
@@ -55,7 +55,7 @@ class Traffic:
         most_out: the most there have been.
     """
 
-    def __init__(self, link: HostLink, budget: Told | None = None) -> None:
+    def __init__(self, link: HostLink, budget: CopyNotes | None = None) -> None:
         self.link, self.budget = link, budget
         self.kept: dict[str, Counter[str]] = {}
         self.replayed: dict[str, tuple[int, int]] = {}

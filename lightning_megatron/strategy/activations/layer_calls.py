@@ -21,7 +21,7 @@ from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
-from lightning_megatron.strategy.activations.host_budget import HostBudget, Sizes
+from lightning_megatron.strategy.activations.host_budget import CallSizes, HostBudget
 from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffic, View, memory_of
 from lightning_megatron.strategy.activations.host_request import HostRequest
 
@@ -84,7 +84,7 @@ class HostCall(Wrapper):
             found = self.forward(*args, **kwargs)
         size = inputs[0].nbytes if inputs else 0
         if self._budget.wants(self._name, size):
-            self._budget.measured(self._name, size, Sizes(sum(call.kinds.values()), 0.0), self._traffic.held)
+            self._budget.measured(self._name, size, CallSizes(sum(call.kinds.values()), 0.0), self._traffic.held)
         return found
 
     def staying(self, inputs: Sequence[Tensor]) -> set[int]:

@@ -38,9 +38,9 @@ from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffi
 from lightning_megatron.strategy.activations.layer_calls import HostCall, tensors_in
 from lightning_megatron.strategy.activations.scores import GivenScores, KeptScores
 from lightning_megatron.strategy.activations.stopwatch import Stopwatch
-from lightning_megatron.strategy.activations.token_parts import Box, Core, Part, key_of, sizes_of
+from lightning_megatron.strategy.activations.token_parts import Core, HostPart, UnplacedTensor, key_of, sizes_of
 from lightning_megatron.strategy.activations.token_places import (
-    Place,
+    TokenPlace,
     dense,
     empty_like,
     flat_as,
@@ -65,7 +65,7 @@ class TokenCall(HostCall):
         super().__init__(module, name, traffic, budget)
         self.name, self.traffic, self.budget = name, traffic, budget
         self.state = StatefulForward(module)
-        self.learned: dict[Any, list[Place | None]] = {}
+        self.learned: dict[Any, list[TokenPlace | None]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or in_backward():
@@ -97,8 +97,8 @@ class _Run:
         self.cores: list[Core] = []
         self.inside: tuple[int, tuple[Any, ...]] | None = None
         self.count = self.waiting = 0  # tensors saved outside of attention; those with tokens not asked for yet
-        self.parts: dict[Any, Part] = {}
-        self.boxes: list[Box] = []
+        self.parts: dict[Any, HostPart] = {}
+        self.boxes: list[UnplacedTensor] = []
         times = self.measures and owner.budget.bytes_per_second != math.inf
         self.clock = Stopwatch(local.device) if times else None
         self.saved: dict[Any, Tensor] = {}
@@ -222,11 +222,11 @@ class _Run:
             if self.places is not None or source is None:
                 return view
             self.saved[source] = tensor.detach()
-            self.boxes.append(Box(view, source, place, kind))
+            self.boxes.append(UnplacedTensor(view, source, place, kind))
             return self.boxes[-1]
         return self._part(tensor, place, source)
 
-    def _of_core(self, tensor: Tensor, index: int, operands: tuple[Any, ...]) -> tuple[Any, Place | None, str]:
+    def _of_core(self, tensor: Tensor, index: int, operands: tuple[Any, ...]) -> tuple[Any, TokenPlace | None, str]:
         """Which operand of attention a saved tensor is."""
         if memory_of(tensor) == self.memory:
             return None, None, "input"
@@ -234,17 +234,17 @@ class _Run:
             if dim is None or memory_of(tensor) != memory_of(operand) or tensor.dtype != operand.dtype:
                 continue
             if form_of(tensor) == form_of(operand) or is_flat(tensor, operand):
-                return (index, which), Place(tensor.ndim + dim), "other"
+                return (index, which), TokenPlace(tensor.ndim + dim), "other"
         return None, None, "attention"
 
-    def _part(self, tensor: Tensor, place: Place, source: Any) -> Part:
+    def _part(self, tensor: Tensor, place: TokenPlace, source: Any) -> HostPart:
         key = key_of(tensor)
         if key not in self.parts:
             copy, once = None, unrepeated(tensor.detach(), place.dim)
             if self.first:
                 copy = self.call.copied(place.rows(once, self.rows, 0, self.first).clone(), "other")
             self.call.remember(tensor)
-            self.parts[key] = Part(copy, (once.dtype, once.shape, once.stride()), tensor.shape, place, source)
+            self.parts[key] = HostPart(copy, (once.dtype, once.shape, once.stride()), tensor.shape, place, source)
         part = self.parts[key]
         self.waiting += 1
         if part.copy is not None:
@@ -257,10 +257,10 @@ class _Run:
         if isinstance(kept, Tensor):
             return kept
         self.call.fetch()
-        kept = kept.kept if isinstance(kept, Box) else kept
+        kept = kept.kept if isinstance(kept, UnplacedTensor) else kept
         return kept.get() if isinstance(kept, View) else self._joined(kept)
 
-    def _joined(self, part: Part) -> Tensor:
+    def _joined(self, part: HostPart) -> Tensor:
         if self.again is None:
             self.again = self._run_again(self.first)
             self.owner.traffic.replayed[self.owner.name] = self.rows - self.first, self.rows
@@ -347,7 +347,7 @@ class _Run:
         rows = value.local().detach().narrow(self.dim, first, self.rows - first).requires_grad_(value.requires_grad)
         return rows_of_input(dense(rows), self.dim, self.length, runs, scope)
 
-    def _learn(self) -> list[Place | None]:
+    def _learn(self) -> list[TokenPlace | None]:
         """Where the tokens are in what the layer saves; it has run on all of them."""
         tokens, count = self.rows, min(self.rows // 3 + 1, self.rows - 1)
         self.input.copy.uses += 1
@@ -356,7 +356,7 @@ class _Run:
                 core.output.copy.uses += 1
         part = self._run_again(tokens - count)
         self.call.let_go()
-        places: list[Place | None] = [None] * self.count
+        places: list[TokenPlace | None] = [None] * self.count
         for source, saved in self.saved.items():
             if source not in part:
                 continue
@@ -369,7 +369,7 @@ class _Run:
                 places[source] = place
         return places
 
-    def _shorten(self, places: list[Place | None]) -> None:
+    def _shorten(self, places: list[TokenPlace | None]) -> None:
         """Say what this call has saved, all of it; and keep only as much as later calls do."""
         self.places = places
         for box in self.boxes:

@@ -11,25 +11,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_megatron.strategy.activations.host_budget import Sizes
+from lightning_megatron.strategy.activations.host_budget import CallSizes
 from lightning_megatron.strategy.activations.host_copies import HostCopy, KeptCall, View, form_of, memory_of
 from lightning_megatron.strategy.activations.stopwatch import Stopwatch
-from lightning_megatron.strategy.activations.token_places import Place, unrepeated
+from lightning_megatron.strategy.activations.token_places import TokenPlace, unrepeated
 
 
 @dataclass
-class Part:
+class HostPart:
     """A saved tensor of which the first tokens are on the host."""
 
     copy: HostCopy | None
     form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
     size: torch.Size
-    place: Place
+    place: TokenPlace
     source: Any
 
 
 @dataclass
-class Box:
+class UnplacedTensor:
     """A saved tensor of a call from which it is learned where the tokens are: kept whole until that is known.
 
     Attributes:
@@ -39,9 +39,9 @@ class Box:
         kind: as `Traffic` counts it.
     """
 
-    kept: View | Part
+    kept: View | HostPart
     source: Any
-    place: Place | None
+    place: TokenPlace | None
     kind: str
 
     @property
@@ -68,8 +68,8 @@ class Core:
 
 
 def sizes_of(
-    call: KeptCall, moving: Sequence[tuple[Box, Tensor]], again: Sequence[View], clock: Stopwatch | None
-) -> Sizes:
+    call: KeptCall, moving: Sequence[tuple[UnplacedTensor, Tensor]], again: Sequence[View], clock: Stopwatch | None
+) -> CallSizes:
     """What a call saves, from one that is kept whole.
 
     Args:
@@ -85,7 +85,7 @@ def sizes_of(
     gone = {id(box.whole.copy): box.whole.copy for box, _ in moving}
     freed = sum(copy.bytes for which, copy in gone.items() if copy.uses == uses[which] and which not in stay)
     whole = sum(call.kinds.values())
-    return Sizes(whole - freed, sum(parts.values()), seconds, whole)
+    return CallSizes(whole - freed, sum(parts.values()), seconds, whole)
 
 
 def key_of(tensor: Tensor) -> Any:

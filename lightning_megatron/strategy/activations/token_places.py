@@ -17,7 +17,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _ROUNDING_OF_16_BITS = 5e-2
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """The dim with the tokens.
 
     Attributes:
@@ -43,7 +43,7 @@ class Place(NamedTuple):
         self.rows(target, tokens, first, count).copy_(self.rows(part, count, 0, count))
 
 
-def place_in(saved: Tensor, part: Tensor, tokens: int, count: int, inner: bool) -> Place | None:
+def place_in(saved: Tensor, part: Tensor, tokens: int, count: int, inner: bool) -> TokenPlace | None:
     """Where the tokens are.
 
     Args:
@@ -65,7 +65,7 @@ def place_in(saved: Tensor, part: Tensor, tokens: int, count: int, inner: bool) 
     other = [dim for dim in range(saved.ndim) if saved.ndim == part.ndim and saved.shape[dim] != part.shape[dim]]
     if len(other) != 1 or saved.shape[other[0]] * count != part.shape[other[0]] * tokens or saved.dtype != part.dtype:
         raise ValueError(f"{shape} {tuple(part.shape)} for {count} of {tokens} tokens")
-    for place in (Place(other[0], inner), Place(other[0], not inner)):
+    for place in (TokenPlace(other[0], inner), TokenPlace(other[0], not inner)):
         if _alike(place.rows(saved, tokens, tokens - count, count), place.rows(part, count, 0, count)):
             return place
     raise ValueError(f"{shape} made of other numbers when the last {count} tokens are computed without the others")

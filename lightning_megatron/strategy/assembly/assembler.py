@@ -26,7 +26,7 @@ from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.parallelize.plan.row import SEQUENCE_SPLIT
 from lightning_megatron.pipeline.cut.partition import make_partition
-from lightning_megatron.pipeline.cut.trunk import find_trunk, note_trunk
+from lightning_megatron.pipeline.cut.trunk import LayersHere, find_trunk, note_trunk
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.forwards.compiled import check_compile, compile_layers
 from lightning_megatron.pipeline.forwards.lazy_heads import LazyHeads
@@ -126,11 +126,12 @@ class Assembler:
         module.to(self._device)
         if streamed is not None:
             streamed.install()
-        compile_layers(module, stage, self._options.compile_layers, self._options.pipeline_layers)
-        if done := multiply_in_8_bits(module, stage, eight, self._options.pipeline_layers):
+        here = self._layers_here(module, stage)
+        compile_layers(here, self._options.compile_layers)
+        if done := multiply_in_8_bits(here, eight):
             rank_zero_info(done)
         if self._options.activation_recompute is not None or stage is not None:
-            recompute_layers(module, stage, self._options.activation_recompute, self._options.pipeline_layers)
+            recompute_layers(here, self._options.activation_recompute)
         engine = StepEngine(
             module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options, self._world
         )
@@ -151,6 +152,11 @@ class Assembler:
         traffic, pieces = arrange(module, stage, *asked, self._device, tensor)
         parts = tokens, heads, traffic, pieces, streamed
         return Assembled(module, engine, tensor_state, report, streams, groups, *parts)
+
+    def _layers_here(self, module: pl.LightningModule, stage: Stage | None) -> LayersHere:
+        if stage is None:
+            return LayersHere(module, self._options.pipeline_layers)
+        return LayersHere(module, cut=stage.partition.trunk, owned=tuple(stage.presence.layers_here()))
 
     def _draws(self) -> LayoutDraws | None:
         """What answers draws, where they are to be those of one process."""

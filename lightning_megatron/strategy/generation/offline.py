@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
-from lightning_megatron.checkpoints.state.pretrained import load_hf_weights, match_weights
+from lightning_megatron.checkpoints.loading.pretrained import load_hf_weights, match_weights
 from lightning_megatron.checkpoints.state.stored import aliases
 from lightning_megatron.strategy.generation import files
 from lightning_megatron.strategy.generation.lists import prepare_tasks, run_tasks

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import NARROW
+from lightning_megatron.data_parallel.buckets.host_memory import GIB, HostMemory, check_folder, free_bytes
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
-from lightning_megatron.data_parallel.offload.host_memory import GIB, HostMemory, check_folder, free_bytes
-from lightning_megatron.data_parallel.offload.host_plan import HostPlan, measure
-from lightning_megatron.data_parallel.offload.request import Offload
+from lightning_megatron.data_parallel.offload_request import Offload
+from lightning_megatron.data_parallel.update.host_plan import HostPlan, measure
 from lightning_megatron.data_parallel.update.trial import Independence, state_bytes, steps_in_parts
 from lightning_megatron.mesh.messages import host_link, objects
 from lightning_megatron.planner.cost.host_update import best_stride

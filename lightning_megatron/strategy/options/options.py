@@ -16,7 +16,7 @@ import torch
 from lightning_megatron.context_parallel.region import check_options as check_context_options
 from lightning_megatron.data_parallel.buckets.holders import OptimizerSharding, check_sharding
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
-from lightning_megatron.data_parallel.offload.request import OffloadOptions, check_offload, offload_of
+from lightning_megatron.data_parallel.offload_request import OffloadOptions, check_offload, offload_of
 from lightning_megatron.data_parallel.step_guard import NonFinite
 from lightning_megatron.data_parallel.windows.sharded_weights import WeightSharding, sharded_weights_of
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile

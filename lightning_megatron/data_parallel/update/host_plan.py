@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from lightning_megatron.data_parallel.offload.host_memory import HostMemory
-from lightning_megatron.data_parallel.offload.steps import HostedSteps
+from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
+from lightning_megatron.data_parallel.update.hosted_steps import HostedSteps
 from lightning_megatron.data_parallel.update.trial import seconds_of
 from lightning_megatron.mesh.messages.host_link import HostLink
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
-from lightning_megatron.data_parallel.offload.host_memory import HostMemory
+from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
 from lightning_megatron.data_parallel.update.substeps import SubSteps
 from lightning_megatron.mesh.messages.host_link import Copy, HostLink
 
@@ -44,7 +44,7 @@ class HostedSteps:
         self.optimizer, self.memory, self.link = optimizer, memory, link
         self._apart, self._stride = apart, stride
         self._buffers: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        self._jobs: list[_Job] = []
+        self._jobs: list[UpdateJob] = []
         self._substeps = SubSteps(optimizer)
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
@@ -60,14 +60,14 @@ class HostedSteps:
         runs = [[bucket] for bucket in held] if self._apart else [held]
         stride = self._stride if self._apart else None
         self._jobs = [
-            _Job(self, run, _among(groups, run), on_device=stride is not None and number % stride == 0)
+            UpdateJob(self, run, _among(groups, run), on_device=stride is not None and number % stride == 0)
             for number, run in enumerate(runs, 1)
         ]
         if self._apart or not self._jobs:
-            self._jobs.insert(0, _Job(self, [], resident))
+            self._jobs.insert(0, UpdateJob(self, [], resident))
         else:
             self._jobs[0].groups = groups
-        self._jobs = [job for job in self._jobs if any(job.groups)] or [_Job(self, [], resident)]
+        self._jobs = [job for job in self._jobs if any(job.groups)] or [UpdateJob(self, [], resident)]
         self._substeps = SubSteps(self.optimizer)
         self._prepare(0)
         for group, members in zip(self.optimizer.param_groups, self._jobs[0].groups, strict=True):
@@ -75,7 +75,7 @@ class HostedSteps:
 
     def finish(self) -> None:
         """Behind the optimizer's own step: step on the rest."""
-        jobs, leaving = self._jobs, list[_Job]()
+        jobs, leaving = self._jobs, list[UpdateJob]()
         jobs[0].leave()
         leaving.append(jobs[0])
         for index, job in enumerate(jobs[1:], 1):
@@ -117,7 +117,7 @@ class HostedSteps:
         self._buffers[buffer.dtype].append(buffer)
 
 
-class _Job:
+class UpdateJob:
     """A part of a step.
 
     Args:
@@ -155,7 +155,7 @@ class _Job:
                     piece.stepped.grad = piece.part.of(gradients).view(piece.stepped.shape)
 
     def _bring(self, bucket: Bucket, weights: Tensor, device: torch.device) -> None:
-        near = self._near(weights, device)
+        near = self.bring(weights, device)
         options = {id(p): group for group in self._owner.optimizer.param_groups for p in group["params"]}
         for piece in bucket.pieces.values():
             stepped = piece.stepped
@@ -166,9 +166,10 @@ class _Job:
             for name, value in state.items():
                 if isinstance(value, Tensor) and (value.dim() or group.get("fused") or group.get("capturable")):
                     self._hosts.append((state, name, value))
-                    state[name] = self._near(value, device)
+                    state[name] = self.bring(value, device)
 
-    def _near(self, value: Tensor, device: torch.device) -> Tensor:
+    def bring(self, value: Tensor, device: torch.device) -> Tensor:
+        """Begin to copy ``value`` to the device; returns where it will be."""
         near = torch.empty_like(value, device=device)
         self._copies.append(self._owner.link.start(near, value))
         return near

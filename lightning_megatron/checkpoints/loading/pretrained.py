@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.files.sources import Source
-from lightning_megatron.checkpoints.state.adapted import match_adapted
+from lightning_megatron.checkpoints.loading.adapted import match_adapted
 from lightning_megatron.checkpoints.state.stored import Match, aliases, match
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
