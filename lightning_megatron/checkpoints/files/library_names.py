@@ -125,7 +125,7 @@ class _Apart:
         self._made: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """One that is written, by its name in the file."""
+        """Read a tensor of the file to be written, by its name there."""
         if name not in self._made:
             self._made = self._revert({key: entry.read().to(entry.dtype) for key, entry in self._entries.items()})
         return self._made.pop(name)
@@ -181,7 +181,7 @@ def _stacked(row: list[_Piece]) -> list[_Piece]:
 
 
 def _beside(rows: list[list[_Piece]], dim: int) -> tuple[tuple[int, ...], list[_Piece]]:
-    """Rows of pieces one behind the other along a dimension, and their shape."""
+    """Pieces concatenated along a dimension, and their shape."""
     pieces: list[_Piece] = []
     start, whole = 0, tuple[int, ...]()
     for row in rows:
@@ -208,7 +208,7 @@ def _chunks(
 
 
 def _numbers_by_value(name: str) -> list[Any]:
-    """A key of sorting that puts expert 10 behind expert 9."""
+    """Sort key that puts expert 10 after expert 9."""
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
 
 

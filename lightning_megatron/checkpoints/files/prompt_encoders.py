@@ -21,7 +21,7 @@ def has_encoder(adapter: Adapter) -> bool:
 
 
 def made_by_encoder(source: Tensors, adapter: Adapter, dtype: torch.dtype | None) -> dict[str, TensorToWrite]:
-    """What the encoder of a prompt makes, which is all that peft stores of it.
+    """The prompt that its encoder computes, which is all that peft stores of it.
 
     Raises:
         ValueError: the encoder is of another kind, or peft is not installed.

@@ -161,7 +161,7 @@ def plain_values(states: Sequence[Mapping[str, Any]]) -> list[dict[Any, dict[str
 
 
 def joined_values(ranks: Sequence[Sequence[Mapping[Any, Any]]]) -> list[dict[Any, dict[str, Any]]]:
-    """Those of all ranks; replicas keep equal ones."""
+    """The plain values of all ranks; those of replicas are equal."""
     optimizers = max((len(rank) for rank in ranks), default=0)
     joined: list[dict[Any, dict[str, Any]]] = [{} for _ in range(optimizers)]
     for rank in ranks:

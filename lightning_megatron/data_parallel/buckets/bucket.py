@@ -151,7 +151,7 @@ class Bucket:
 
     @property
     def lies_apart(self) -> bool:
-        """Whether this rank's shard of the weights lies apart, so that the others can be freed."""
+        """Whether this rank's shard of the weights is stored separately, so that the other shards can be freed."""
         return self.weights is not None and self.weights.low is not None
 
     @property
@@ -281,7 +281,7 @@ class Bucket:
             self.work = None
 
     def _told(self) -> waits.Waiting:
-        """What the sum or the gather under way is about, in words."""
+        """Description of the running sum or gather, for messages."""
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         what = f"gradients or weights of {self.names[0]}{more}, over {waits.members(self.sharing.group)}"
         return waits.Waiting(what, waits.ranks_of(self.sharing.group))
@@ -317,13 +317,13 @@ class Bucket:
             self.weights.recover(self.parameters)
 
     def show_weights(self) -> None:
-        """Start to make weights whole that lie apart; `finish_gather` waits."""
+        """Start to gather weights of which each rank stores only its shard; `finish_gather` waits."""
         if self.weights is not None:
             self.weights.show(self.parameters)
             self.start_gather()
 
     def hide_weights(self) -> None:
-        """Free weights that lie apart, but for this rank's shard."""
+        """Free the weights, except for this rank's shard, where shards are stored separately."""
         if self.weights is not None:
             self.weights.hide(self.parameters)
 

@@ -103,7 +103,7 @@ class FlatWeights:
 
 
 class _WithoutBucket:
-    """Pickles one parameter; torch would take the whole memory that it looks into along, for each parameter anew."""
+    """Pickles one parameter; torch would pickle the whole flat buffer with every parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = weakref.ref(parameter)

@@ -23,7 +23,7 @@ _CGROUPS = (
 
 
 class HostMemory:
-    """Gives this rank memory of its host.
+    """Allocates memory of the host for this rank.
 
     Args:
         folder: for files; ``None`` for RAM.
@@ -85,7 +85,7 @@ class HostMemory:
 
 
 def check_folder(folder: Path) -> str | None:
-    """Make a folder for files; what is wrong with it, in words, or ``None``."""
+    """Create a folder for files; returns what is wrong with it, or ``None``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial = folder / f"offload-{uuid.uuid4().hex}"

@@ -20,7 +20,7 @@ _ABOUT_ALIKE = 1e-4
 
 
 def adopt(bucket: Bucket) -> None:
-    """Take over what ``.grad`` of the parameters is now, or that it is ``None``."""
+    """Take over the present ``.grad`` of the parameters, ``None`` included."""
     point_back(bucket)
     if _bound_anew(bucket):
         bucket.keep_all()
@@ -56,13 +56,13 @@ def check_alike(buckets: Iterable[Bucket]) -> None:
 
 
 def _bound_anew(bucket: Bucket) -> dict[str, Tensor]:
-    """Gradients, by name of the parameter, that are not the bucket's."""
+    """Gradients that the user's code has assigned, by name of the parameter: those that are not views of the bucket."""
     each = zip(bucket.names, bucket.parameters, bucket.views, strict=True)
     return {name: p.grad for name, p, view in each if p.grad is not None and p.grad is not view}
 
 
 def point_back(bucket: Bucket) -> None:
-    """Let views that look elsewhere lie in the bucket again, with the numbers that they have."""
+    """Point views that were moved out of the bucket back into it, and copy their values there."""
     flat, before = bucket.flat, bucket.views
     if not bucket.keeps_all or all(_lies_in(view, flat) for view in before):
         return

@@ -23,7 +23,7 @@ _WRITES = WeakKeyDictionary[torch.UntypedStorage, int]()
 
 
 def note_write(local: Tensor) -> None:
-    """Count a write into a split tensor, on all its ranks: those that hold nothing of what is written, too."""
+    """Count a write into a split tensor on all its ranks, including those that hold no part of what is written."""
     memory = local.untyped_storage()
     _WRITES[memory] = _WRITES.get(memory, 0) + 1
 
@@ -68,7 +68,7 @@ class GatheredCopy:
         return self._whole.requires_grad and torch.is_grad_enabled()
 
     def renew(self, func: Callable[..., Any]) -> None:
-        """Let a copy be what the split tensor is, before ``func`` uses it."""
+        """Refresh a copy from the split tensor before ``func`` uses it."""
         if self._writes == self._split.writes:
             return
         if self.in_graph:
@@ -138,7 +138,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def view_of(value: Any, copies: Mapping[int, GatheredCopy | None]) -> Any:
-    """A tensor in the memory of a copy as a view of it; anything else as an ordinary one.
+    """A tensor in the memory of a copy, as a view of it; any other as an ordinary tensor.
 
     Args:
         value: what a function gave.

@@ -120,7 +120,7 @@ class StepView:
         is_compiled: Callable[[nn.Module], bool] = lambda _: False,
         first: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        """Let the forwards of the modules that compute with these parameters read them as they are.
+        """Let the forwards of modules that compute with these parameters read the local parts.
 
         Args:
             module: the whole module.
@@ -208,7 +208,7 @@ class StepView:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what reads parameters as they are, in the middle of a step."""
+        """Context for code in the middle of a step that reads the local parts of parameters."""
         with self._phase(runs=False):
             yield
 

@@ -76,7 +76,7 @@ class _Call:
 
 
 class Construction:
-    """Notes what code does on the meta device, and does it again; copies of it are itself, and pickles are empty."""
+    """Records operations on the meta device and replays them. A copy is the object itself; a pickle is empty."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
@@ -193,7 +193,7 @@ class Construction:
                 _Replay(self).drop(call)
 
     def replay(self, wanted: Mapping[int, Callable[[torch.UntypedStorage], None]], seed: int | None = None) -> None:
-        """Do again what the values of some memories need, one after the other.
+        """Replay the operations that the values of some memories depend on, in order.
 
         Args:
             wanted: by memory, what takes its content once nothing changes it any more; freed behind it.

@@ -71,7 +71,7 @@ class Replayed:
 
 
 def replayed(value: Any) -> Any:
-    """A :class:`Replayed` for an iterator whose state cannot be seen; any other value as it is."""
+    """A :class:`Replayed` for an iterator whose state cannot be read; any other value unchanged."""
     hidden = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
     return Replayed(value) if hidden or isinstance(value, _BaseDataLoaderIter) else value
 

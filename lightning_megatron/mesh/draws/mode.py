@@ -83,7 +83,7 @@ class LayoutDraws(TorchFunctionMode):
         return name in self._learned
 
     def learn(self, name: str, lesson: Lesson) -> None:
-        """Keep what was learned about the draws of a step."""
+        """Keep what a trial has learned about the draws of a step."""
         self._learned[name] = lesson.known
 
     def enter(self, segment: int, call: int) -> None:

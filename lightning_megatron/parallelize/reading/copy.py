@@ -187,7 +187,7 @@ class _Functions:
         self.twins = {key: self._twin(function) for key, function in self._originals.items()}
 
     def fill(self, memo: dict[int, Any]) -> None:
-        """Fill closures and defaults with copies of those of the originals, using the memo of the module's copy."""
+        """Fill closures and defaults with copies of the originals', using the memo of the module's copy."""
         for old, new in self._cells.values():
             if (content := _content(old)) is not None:
                 new.cell_contents = _copied(content, memo)

@@ -128,7 +128,7 @@ def _noting_deviation(found: list[str], call: Call, want: Tensor) -> Callable[..
 
 
 def mixed(name: str) -> str:
-    """What is said of a parameter whose gradient no sum over ranks makes whole."""
+    """The message about a parameter whose whole gradient is no sum over ranks."""
     return (
         f"`sequence_parallel=True`: {name!r} acts on a part of the tokens in one place and on all of them in "
         "another, so that its gradient is neither whole nor a partial sum; turn sequence parallelism off."

@@ -62,7 +62,7 @@ _IN_PLACE = frozenset(
 
 @dataclass(frozen=True)
 class StageSource:
-    """The part of another stage whose numbers a stand-in lacks.
+    """The part of another stage that a stand-in's values would come from.
 
     Attributes:
         name: dotted name.
@@ -111,7 +111,7 @@ class STATE:
 
 
 class Away(Tensor):
-    """A tensor whose numbers another stage has.
+    """A stand-in for a tensor that only another stage has computed.
 
     Attributes:
         source: what they depend on.
@@ -188,7 +188,7 @@ def refuse_read(source: StageSource, func: Any) -> None:
 
 
 def spread(source: StageSource, func: Any, name: str, output: Any, args: Any, kwargs: Any) -> Any:
-    """Mark what a function of torch made of a stand-in, or wrote of it into a tensor.
+    """Mark the results of a torch function that was given a stand-in, and the tensors that it wrote them into.
 
     Args:
         source: the stand-in's.
@@ -300,7 +300,7 @@ def source_of(value: Any) -> StageSource | None:
 
 
 def refuse_away(value: Any, what: str) -> None:
-    """Complain if the numbers in ``value`` are not those of one process.
+    """Raise an error if ``value`` depends on values that only another stage has.
 
     Args:
         value: a tensor or a nest of them.
@@ -350,7 +350,7 @@ _ASKED = (
 
 
 class AwayNumber:
-    """Stands for a number that a layer of another stage returns beside its tensors, and that it read off its data.
+    """Stands for a number that a layer of another stage computes from its data and returns besides its tensors.
 
     ``return x, float(scores.mean())`` gives a number that no stage but the layer's own knows: what a run on fake or
     empty input would put there is another one. This says it is of the number's type, may be handed around and left

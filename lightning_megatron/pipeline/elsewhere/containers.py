@@ -55,7 +55,7 @@ class Container:
     names: tuple[str, ...] | None = None
 
     def contents(self) -> dict[Any, Any] | list[Any]:
-        """A shallow copy of what it holds."""
+        """A shallow copy of the content."""
         value = self.value
         if isinstance(value, (list, deque)):
             return list(value)
@@ -97,7 +97,7 @@ class Container:
         return contents if key is None else contents[key] if key < len(contents) else MISSING
 
     def change(self, kind: str, key: Any, entry: Any) -> None:
-        """Do what the ``kind`` of an effect says; see :class:`.effects.Effect`."""
+        """Apply a change of this ``kind``; see :class:`.effects.Effect`."""
         value = self.value
         if kind == "set":
             self.write(key, entry)
@@ -116,7 +116,7 @@ class Container:
             self.change("drop", key, entry)
 
     def restore(self, contents: dict[Any, Any] | list[Any]) -> None:
-        """Put back what :meth:`contents` gave; of objects and closures, what has changed since."""
+        """Restore the content that :meth:`contents` returned; for objects and closures, only what has changed since."""
         value = self.value
         if isinstance(value, (list, deque)):
             value.clear()

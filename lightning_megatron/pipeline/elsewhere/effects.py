@@ -128,7 +128,7 @@ def _words(step: tuple[Any, ...]) -> str:
 
 
 def lasts(effects: Iterable[Effect] | None) -> bool:
-    """Whether any of what layers left behind is more than a part of their outputs."""
+    """Whether layers have changed anything that outlasts the micro-batch, besides parts of their outputs."""
     return any(effect.kind != "return" for effect in effects or ())
 
 

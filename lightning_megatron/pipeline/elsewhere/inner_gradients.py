@@ -22,7 +22,7 @@ _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
 def check_inner_gradient(func: Any, args: Any, kwargs: Any, received: Sequence[Tensor], own: Iterable[int]) -> None:
-    """Complain about a gradient whose path leaves this stage.
+    """Refuse a gradient whose path leaves this stage.
 
     Args:
         func: what the step called.

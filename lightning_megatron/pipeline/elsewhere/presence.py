@@ -271,7 +271,7 @@ class Presence:
 
 
 class Viewer(Protocol):
-    """Who knows, for one module, what is here and what runs: its stage.
+    """What a presence asks about the running step of a module; implemented by its stage.
 
     Attributes:
         presence: what is here.

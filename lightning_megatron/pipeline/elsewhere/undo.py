@@ -81,7 +81,7 @@ class Contents:
         return cls(tensor, tensor.detach().clone() if copies else None, version_of(tensor))
 
     def is_touched(self, now: Tensor) -> bool:
-        """Whether ``now``, which is in the tensor's place, is another one, or was written to."""
+        """Whether the tensor has been replaced by another, ``now``, or written to."""
         return now is not self.value or version_of(now) != self.version
 
     def is_changed(self, now: Tensor, *, uncounted: bool = False) -> bool:
@@ -283,7 +283,7 @@ class Snapshot:
         return self.changes
 
     def take_back(self) -> None:
-        """Take off what is of the micro-batch alone."""
+        """Undo the changes that belong to this micro-batch alone."""
         for change in reversed(self.changes):
             if change.is_of_micro_batch:
                 change.take_back()

@@ -85,7 +85,7 @@ class LazyHeads:
         return self.runs or in_backward()
 
     def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a step of the user's; what it returns is computed.
+        """Run the user's step; logits that it returns are computed before they leave it.
 
         Raises:
             RuntimeError: nothing in the step was found to be a head.

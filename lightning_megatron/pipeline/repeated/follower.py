@@ -57,7 +57,7 @@ class _Form(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What the other stages have to know about a call besides what it gave.
+    """What the other stages need to know about a call besides its output.
 
     Attributes:
         grown: what it added to caches.
@@ -106,7 +106,7 @@ class CallFollower:
         self.groups: Groups | None = None
 
     def is_inside(self, index: int) -> bool:
-        """Always: the modules of a layer that is a container are told one by one."""
+        """Always true: modules inside of a layer that is a container are sent one by one."""
         return True
 
     def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -64,7 +64,7 @@ class _ModelCall(Entry):
 
 
 class ModelCalls:
-    """Runs code of the user's on every stage, each of whose calls of the model goes through all stages.
+    """Runs user code on every stage; each call of the model in it goes through all stages.
 
     Args:
         module: the user's, cut.

@@ -139,7 +139,7 @@ class Wire:
                 yield caches[slot.place] if isinstance(slot, _Given) else slot
 
     def settle(self) -> None:
-        """Wait until the others have fetched what was told ahead."""
+        """Wait until the other stages have received what was sent ahead."""
         told, self._told = self._told, []
         for work, data in told:
             self._wait(work, data)

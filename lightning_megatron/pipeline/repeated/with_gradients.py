@@ -225,7 +225,7 @@ class TrainingFollower(CallFollower):
         return runs(*args, **kwargs)
 
     def resume(self, at: tuple[int, int, int]) -> None:
-        """Let what is recomputed in a backward draw the numbers of its forward."""
+        """Let a recomputation in the backward draw the same random numbers as its forward."""
         self._at = at
 
     def _check_path(self, what: str, tensors: Iterable[Tensor]) -> None:
@@ -284,7 +284,7 @@ class _Call:
         return taken
 
     def check_written(self) -> None:
-        """Complain about a call that writes into its arguments, of which other stages have copies of their own."""
+        """Refuse a call that writes into its arguments: other stages' copies would keep the old values."""
         if any(tensor._version != version for tensor, version in self._taken):
             raise RuntimeError(
                 f"`{self.name}` writes into its input (an `inplace=True`, `x += ...`), of which other pipeline stages "
@@ -295,7 +295,7 @@ class _Call:
         self._follower.reads.add(self.name)
 
     def gives(self, outputs: list[Tensor]) -> None:
-        """Keep what the gradients will come back to."""
+        """Keep the outputs whose gradients will arrive."""
         self.outputs = outputs
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:

@@ -51,7 +51,7 @@ class WholeBatch:
 
 
 class RunsAround(Protocol):
-    """What can run the layers, and the code before and behind them, by themselves: a stage of a cut module.
+    """A stage that can run the layers, the code before them and the code after them separately.
 
     Attributes:
         device: where it computes.
@@ -80,7 +80,7 @@ class RunsAround(Protocol):
 
 
 class Around:
-    """The code before and behind the layers, in one step.
+    """The code before and after the layers, in one step.
 
     Args:
         stage: runs it.
@@ -163,7 +163,7 @@ class Around:
         return StageRun(micro_batch, Boundary(), Boundary(tuple(leaves), zeros))
 
     def leave(self, micro_batch: int, run: StageRun) -> None:
-        """Keep what the last layer has given in a micro-batch."""
+        """Keep the output of the last layer for a micro-batch."""
         detached = [tensor.detach() for tensor in run.sent.tensors]
         self._left[micro_batch] = Boundary(run.sent.leaves, detached, forms=run.sent.forms)
 
@@ -173,14 +173,14 @@ class Around:
         return len(self._left) == len(self._spans)
 
     def try_behind(self, outputs: dict[int, Any]) -> None:
-        """In a trial, run the code behind the layers; its output goes to ``outputs``."""
+        """In a trial, run the code after the layers; its output goes to ``outputs``."""
         try:
             outputs[0] = self.behind(None)
         except Exception as error:
             self._fail(error, 0, ())
 
     def behind(self, backward: Callable[[Any], None] | None) -> Any:
-        """Run the code behind the layers.
+        """Run the code after the layers.
 
         Args:
             backward: that of the step's output; ``None`` where none follows.
@@ -200,13 +200,11 @@ class Around:
         return run.output
 
     def gradients(self, micro_batch: int) -> list[Tensor]:
-        """Those of what the last layer gave in a micro-batch."""
+        """Gradients of the last layer's output for a micro-batch."""
         return self._gradients.pop(micro_batch)
 
     def take(self, micro_batch: int, received: Boundary) -> None:
-        """Keep the gradients of what the first layer got; with the last of them the code before the layers has its
-        backward.
-        """
+        """Keep the gradients of the first layer's input; the last of them starts the backward of the code before."""
         self._taken[micro_batch] = received
         if len(self._taken) == len(self._spans) and self._roots:
             torch.autograd.backward(self._roots, self._whole_gradients())

@@ -182,7 +182,7 @@ class PipelineExecutor:
         return split, program
 
     def announce(self, final: Final, slot: Slot | None = None) -> None:
-        """Say, where gradients collect, which of those that arrive from now on are the last of the step."""
+        """Tell the gradient buckets which of the gradients that arrive from now on are the last of the step."""
         if self.step.gradients is not None:
             self.step.gradients.set_final(final)
 
@@ -353,7 +353,7 @@ class PipelineExecutor:
         self._post(slot, 0, told.leaves, scatter=True)
 
     def announced(self, slot: Slot) -> Announcement:
-        """What the stage before says of what it will send. Waits for it."""
+        """What the previous stage has announced that it will send. Blocks until it has arrived."""
         told: Announcement = self.links.receive_object(slot.peer, slot.tag)
         return told
 

@@ -167,7 +167,7 @@ class StageLinks:
         return objects.decode(data)
 
     def compare_notes(self, stage: int, mine: list[float]) -> list[float] | None:
-        """Tell the next stage some numbers, and hear those of the stage before.
+        """Send some numbers to the next stage, and receive those of the previous one.
 
         Called ahead of a step's first activation, for which every stage but the first waits anyhow.
 
@@ -209,7 +209,7 @@ class StageLinks:
                 _wait_for(pending.popleft())
 
     def close(self) -> None:
-        """Close the connections to processes of this host; those that wait for this one learn it."""
+        """Close the connections to processes of this host, so that those that wait for this one get an error."""
         self._transport.close()
 
 

@@ -145,8 +145,9 @@ class Passes:
         return output
 
     def note_read(self) -> None:
-        """Take note that user code has gone over all parameters that this stage holds; torch's and this package's, for
-        a norm or to take gradients off, does what it should.
+        """Note that user code has iterated over all parameters of this stage.
+
+        Code of torch and of this package, for a norm or to clear gradients, handles that correctly and is not noted.
         """
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_name in ("__call__", "parameters", "named_parameters"):
@@ -286,7 +287,7 @@ class _Pass:
         return None
 
     def keep(self, run: StageRun) -> None:
-        """End a forward, with what it leaves for its backward."""
+        """End a forward and keep what its backward needs."""
         self._executor.keep(self._slot, run)
         self._arrived += run.received.tensors
 

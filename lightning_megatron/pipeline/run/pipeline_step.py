@@ -22,7 +22,7 @@ class HearsFinal(Protocol):
     """Where the gradients of a step collect, as far as the executor knows it."""
 
     def set_final(self, final: Final) -> None:
-        """Say which gradients that arrive from now on are the last of this step: all, none, or those of some ids."""
+        """Declare which of the gradients from now on are the last of this step: all, none, or some by id."""
 
 
 class RunsStep(Protocol):
@@ -51,7 +51,7 @@ class RunsStep(Protocol):
         """Finish that backward."""
 
     def may_write(self, virtual_stage: int, where: str) -> bool:
-        """Whether layers of a virtual stage write into what it receives, or are not known not to."""
+        """Whether layers of a virtual stage may write into its input; true unless they are known not to."""
 
     def owned_layers(self) -> Iterable[nn.Module]:
         """Layers here, in which a split backward looks for linears."""

@@ -12,7 +12,7 @@ from lightning_megatron.pipeline.elsewhere.provenance import Provenance
 
 
 class Crossed:
-    """What arrived in a run besides what stand-ins could become, and what layers made that goes on.
+    """Tensors that arrived in a run besides those that stand-ins turn into, and those of layers that are sent on.
 
     Attributes:
         aliases: id of a stand-in that could not become what arrived -> itself, and what arrived.
@@ -57,7 +57,7 @@ class Crossed:
         return tuple(i for i, _ in tensors if i in known or i in given)
 
     def fill(self, leaves: list[Any]) -> list[Any]:
-        """Arguments of a layer, with what the first layer got in the place of ``None``."""
+        """Arguments of a layer, in which ``None`` is replaced by what the first layer got."""
         if not self.filled:
             return leaves
         return [self.filled.get(at) if leaf is None else leaf for at, leaf in enumerate(leaves)]

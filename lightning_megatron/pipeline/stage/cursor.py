@@ -145,7 +145,7 @@ class StageCursor:
         self._streams.resume(run.micro_batch)
 
     def writes(self, bounds: tuple[int, int]) -> bool:
-        """Whether the layers ``bounds`` have written into what they received."""
+        """Whether the layers ``bounds`` have written into their input."""
         return bounds in self._writers
 
     @property

@@ -45,7 +45,7 @@ _NOWHERE = object()
 
 
 class FinalState:
-    """Follows, on each rank, what the layers of one step leave behind.
+    """Follows, on each rank, the side effects of the layers in one step.
 
     Args:
         root: the user's module.
@@ -64,7 +64,7 @@ class FinalState:
         self._first, self._tried = micro_batch == 0, where.endswith((tried(""), TRIAL_WITH_BACKWARD))
 
     def note(self, effects: Iterable[Effect]) -> None:
-        """Keep, on the stage where the step has just ended for a micro-batch, what all layers have left behind."""
+        """On the stage where the step has just ended for a micro-batch, keep the side effects of all layers."""
         for effect in effects:
             if self._tried or _is_told_otherwise(effect):
                 continue

@@ -58,7 +58,7 @@ def refuse_end(trunk: str, called: int, layers: int) -> NoReturn:
 
 
 def refuse_again(what: str) -> NoReturn:
-    """Complain about manual optimization that calls the layers, or what is before them, again before a backward."""
+    """Refuse manual optimization that calls the layers, or parts before them, again before a backward."""
     raise RuntimeError(
         f"{what} was called again before the `self.manual_backward(loss)` of its first call. Under a pipeline the "
         "layers run once for each `self.manual_backward`: use what the first call gave, let one call see both batches "

@@ -36,7 +36,7 @@ _PASSIVE = (*_PLAIN, Tensor, nn.Module)
 
 
 class SideEffects:
-    """Follows what layers write to besides their output.
+    """Follows the side effects of layers: what they write to besides their output.
 
     Args:
         root: the user's module.
@@ -95,7 +95,7 @@ class SideEffects:
         self.looks = self.tracks or (micro_batch == 0 and bounds[1] < self._last)
 
     def found_in(self, where: str) -> bool:
-        """Whether layers here were seen to leave anything behind besides their outputs in the step of this name."""
+        """Whether layers of this stage were seen to have side effects in the step of this name."""
         return any(name == where for _, name in self._lasting)
 
     def end(self) -> None:
@@ -124,7 +124,7 @@ class SideEffects:
         self._changes = []
 
     def around(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call layer ``index`` by ``run`` and note what it leaves behind."""
+        """Call layer ``index`` by ``run`` and note its side effects."""
         if not self.tracks:
             return self._guarded(index, run, args, kwargs)
         self._ran.add(index)
@@ -201,7 +201,7 @@ class SideEffects:
         return self._by_layer
 
     def pack(self) -> Luggage | None:
-        """What the next stage has to know; ``None`` if no layer so far leaves anything behind."""
+        """The side effects to send to the next stage; ``None`` if no layer has had any so far."""
         if not self._told and not self.tracks:
             return None
         self._note_first()
@@ -210,7 +210,7 @@ class SideEffects:
         return Luggage([*self._all_received(), *self._here], self._names, self._modules)
 
     def note_finished(self) -> None:
-        """Keep, on the stage where the step ends, what all layers have left behind."""
+        """On the stage where the step ends, keep the side effects of all layers."""
         if self._told or self.tracks:
             self._note_first()
             self.final.note([*self._all_received(), *self._here])
@@ -259,7 +259,7 @@ class SideEffects:
         return [effect for effects in self._arrived().values() for effect in effects] if self._told else []
 
     def take_step(self) -> bytes | None:
-        """What the layers left behind in the whole step, for the hooks that follow it on the other stages."""
+        """Side effects of all layers in the whole step, for the hooks that follow it on the other stages."""
         for change in reversed(self._lent):
             change.container.change("set", change.key, change.new)
         self._lent = []
@@ -267,7 +267,7 @@ class SideEffects:
         return to_bytes(told, self._names, self._modules) if told else None
 
     def repeat_step(self, data: bytes) -> None:
-        """Do here what :meth:`take_step` told."""
+        """Apply the side effects that :meth:`take_step` returned on another stage."""
         for effect in from_bytes(data, self.device, self._root):
             mine = effect.layer in self._ran and self._is_exclusive(effect)
             if not mine or self.final.is_due(effect):
@@ -347,7 +347,7 @@ class SideEffects:
         return [] if place < 0 else self._containers(place, args, kwargs)
 
     def packed(self, effects: Sequence[Effect]) -> bytes | None:
-        """What was left behind, for other ranks; ``None`` for nothing."""
+        """The side effects, to be sent to other ranks; ``None`` if there are none."""
         return to_bytes(effects, self._names, self._modules) if effects else None
 
     def _is_own(self, index: int, container: Container) -> bool:

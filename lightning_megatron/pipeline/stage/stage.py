@@ -173,7 +173,7 @@ class Stage:
         return self._run((0, 0), 0, step, batch, Boundary(), where)
 
     def run_behind(self, step: Callable[[Any, int], Any], batch: Any, received: JoinedBoundary, where: str) -> StageRun:
-        """Run the user's step on a whole batch for the sake of the code behind the layers.
+        """Run the user's step on a whole batch, for the code after the layers.
 
         Args:
             step: the user's step, taking the batch and 0.
@@ -186,7 +186,7 @@ class Stage:
 
     @property
     def calls_layers_whole(self) -> bool:
-        """Whether each layer is called as one, so that what is before and behind the layers can run by itself."""
+        """Whether each layer is called as a whole, so that the code before and after the layers can run separately."""
         layers = [self.module.get_submodule(name) for name in self.partition.trunk.layer_names]
         return not any(isinstance(layer, (nn.ModuleList, nn.ModuleDict)) for layer in layers)
 
@@ -196,7 +196,7 @@ class Stage:
         return self.cursor.is_inside(len(self.partition.trunk.layer_names) - 1)
 
     def leaves_behind(self, where: str) -> bool:
-        """Whether layers here were seen to leave anything behind besides their outputs in the step of this name."""
+        """Whether layers of this stage were seen to have side effects in the step of this name."""
         return self.cursor.side_effects.found_in(where)
 
     def _run(
@@ -259,7 +259,7 @@ class Stage:
         return [self.module.get_submodule(name) for name in self.presence.layers_here()]
 
     def may_write(self, virtual_stage: int, where: str) -> bool:
-        """Whether layers of a virtual stage write into what it receives, or are not known not to."""
+        """Whether layers of a virtual stage may write into its input; true unless they are known not to."""
         bounds = self.partition.bounds[virtual_stage]
         return not self.cursor.watch_plan.is_done(bounds, where) or self.cursor.writes(bounds)
 

@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 
 class StandIns:
-    """Makes stand-ins of what calls give that other stages compute, and notes what those give that are computed here.
+    """Makes stand-ins for outputs that other stages compute, and notes the outputs that are computed here.
 
     Args:
         device: where this rank computes.
@@ -71,7 +71,7 @@ class StandIns:
         return form is not None and form[:2] == shape_and_dtype(x)
 
     def of_layer(self, place: Any, call: LayerCall, args: Any, kwargs: Any, *, reuse: bool) -> Any:
-        """What layer ``place`` gives, or a call inside of it.
+        """The output of layer ``place``, or of a call inside of it.
 
         Args:
             place: its number, or name of the call.

@@ -24,7 +24,7 @@ from lightning_megatron.pipeline.stage.forms import Form, shapes_of
 
 
 def refuse_left_behind() -> NoReturn:
-    """Complain about layers, or parts before them, that leave something behind besides their outputs."""
+    """Refuse layers, or parts before them, that have side effects."""
     raise RuntimeError(
         "layers leave something behind besides their outputs in `training_step` that they did not leave when it was "
         "tried; it would be that of one micro-batch. Let them leave it in every forward, or set `micro_batch_size` to "
@@ -33,7 +33,7 @@ def refuse_left_behind() -> NoReturn:
 
 
 def taken(output: Any, layer: str, *, leaves: bool) -> Boundary:
-    """The tensors in what the last layer gave for a micro-batch.
+    """The tensors in the last layer's output for a micro-batch.
 
     Args:
         output: of the layer.
@@ -93,8 +93,7 @@ class JoinedBoundary(Boundary):
         return self.arrive(place)
 
     def agrees(self, layer: Any, form: Form | None) -> bool:
-        """Whether a layer's output for the whole batch is, but for the number of samples, like what it has given for
-        the micro-batches.
+        """Whether a layer's output for the whole batch has the form of those for micro-batches, but for the samples.
 
         Args:
             layer: its number, or the name of a call inside of it.

@@ -38,7 +38,7 @@ class Case:
 
 
 def case_of(recipe: Recipe) -> Case:
-    """The row of the table above that a recipe is; what it leaves open follows from the software."""
+    """The row of the table above that applies to a recipe; what it leaves open follows from the software."""
     piped, software = recipe.pipeline > 1, recipe.software
     free, sums = not piped or software.frees_under_pipeline, not piped and software.sums_shards
     return Case(

@@ -100,7 +100,7 @@ class HostCopy:
         traffic.most = max(traffic.most, traffic.held)
 
     def start(self) -> tuple[Tensor, Copy]:
-        """Let the copy back begin; what it goes to."""
+        """Start the copy back to the device; returns its target."""
         if self._back is not None:
             return self._back
         self._leaving.wait()
@@ -229,7 +229,7 @@ class KeptCall:
             before.begin()
 
     def let_go(self) -> None:
-        """Drop what has come back; the backward fetches it again."""
+        """Free the copies on the device; the backward fetches them again."""
         for copy in self._copies:
             copy.drop()
 

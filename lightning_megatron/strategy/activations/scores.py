@@ -116,7 +116,7 @@ class KeptScores(Scores):
         return self._inside(run, (queries.local(), -2), (keys.local(), -1))
 
     def follow(self, func: Any, args: Any, kwargs: Any, source: WholeTensor) -> Any:
-        """The same; what has no keys any more is kept."""
+        """The same; results without a dim of keys are kept."""
         found = self._inside(lambda: func(*args, **kwargs))
         for each in _tensors((found,)):
             if isinstance(each, WholeTensor):
@@ -167,7 +167,7 @@ class GivenScores(Scores):
         return queries.like(torch.empty(shape, dtype=queries.dtype, device="meta"), len(shape) - 2)
 
     def follow(self, func: Any, args: Any, kwargs: Any, source: WholeTensor) -> Any:
-        """Shapes only; what has no keys any more is given."""
+        """Shapes only; results without a dim of keys are given."""
         found = self._without_values(func, args, kwargs)
         self._given(None)
 
@@ -210,7 +210,7 @@ class GivenScores(Scores):
 
 
 def ends(found: WholeTensor, source: WholeTensor) -> bool:
-    """Whether what was computed of scores has no keys any more: a sum over them, or the largest."""
+    """Whether a result computed from scores has lost the dim of keys, as a sum or a maximum over the keys."""
     return found.numel() * source.spread.length <= source.numel()
 
 

@@ -49,7 +49,7 @@ def _copy_random_state(source: int, group: Any, device: torch.device) -> None:
 
 
 def agree_on_base_seed(device: torch.device) -> int:
-    """One seed for the whole world: what the random state of global rank 0 says, which stays as it is."""
+    """One seed for the whole world, taken from the random state of global rank 0, which is not advanced."""
     seed = torch.tensor([state_digest()], dtype=torch.int64, device=device)
     if dist.is_initialized():
         raw_broadcast(seed, 0, None)

@@ -93,7 +93,7 @@ class ExpertLoad(Callback):
             pl_module.log("expert_load_ranks", max(_imbalance(_of_ranks(rows, ranks)) for rows in load.values()))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw what was counted."""
+        """Plot the counts."""
         if self._counts is not None:
             self._counts.close()
             self._counts = None
@@ -106,7 +106,7 @@ class ExpertLoad(Callback):
         return {"steps": self.steps, "load": self.load}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after those of a checkpoint."""
+        """Resume from the counts of a checkpoint."""
         self.steps, self.load = list(state_dict["steps"]), dict(state_dict["load"])
 
 

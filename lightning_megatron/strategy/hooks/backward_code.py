@@ -31,7 +31,7 @@ _MOST = 5_000
 
 
 class BackwardCode:
-    """Notes what the user's code lets run in backwards.
+    """Notes which code of the user's runs inside of backwards.
 
     Args:
         module: the user's module.
@@ -61,7 +61,7 @@ class BackwardCode:
 
     @property
     def runs(self) -> bool:
-        """Whether any of it was seen to run, or may have run unseen."""
+        """Whether any such code was seen to run, or may have run unseen."""
         return bool(self._seen) or self.unseen
 
     def take(self) -> str:

@@ -68,7 +68,7 @@ class KeptHooks:
         self._full = [(table, dict(table)) for table in tables.full()] if lost else []
 
     def put_back(self) -> None:
-        """Leave them as they were; this package's own stay as they are."""
+        """Restore the hooks; those of this package are left unchanged."""
         if RemovableHandle.next_id != self._next:
             for module in self._root.modules():
                 added = [

@@ -106,7 +106,7 @@ class OverStages:
         return self._listing_all(own, hook) if any(o is owner and h == hook for o, h in self._found) else own
 
     def local(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of this package that hooks may call, and that goes over what is here."""
+        """A function of this package that hooks may call and that works on this stage's parameters."""
 
         @functools.wraps(function)
         def on_own(*args: Any, **kwargs: Any) -> Any:

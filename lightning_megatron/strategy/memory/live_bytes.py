@@ -119,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
         self._began = 0.0
 
     def begin(self, batch: Any) -> None:
-        """Start to count; ``batch`` is what the step works on."""
+        """Start to count; ``batch`` is the step's batch."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._began = time.perf_counter()

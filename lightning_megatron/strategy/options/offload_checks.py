@@ -39,7 +39,7 @@ def host_plan(
     gradients: ModelGradients, module: nn.Module, optimizers: Sequence[Optimizer], processes: Processes,
     least: Independence, *, assembles: bool,
 ) -> HostPlan | None:  # fmt: skip
-    """What of the optimizers lies in host memory; ``None`` where nothing was asked for. Collective over the world.
+    """Which part of the optimizers is kept in host memory; ``None`` if not asked for. Collective over the world.
 
     Args:
         gradients: of the module.

@@ -104,7 +104,7 @@ def check_draws(options: Any) -> None:
 
 
 def check_draws_run(random_streams: str, module: pl.LightningModule, layout: Layout) -> None:
-    """Refuse modules whose code counters do not see, or whose steps are not cut at their layers.
+    """Refuse modules whose draws cannot be seen (compiled code), or whose steps are not tried (manual optimization).
 
     Raises:
         MisconfigurationException: with what to change.

@@ -46,7 +46,7 @@ def about(trainer: pl.Trainer, mesh: ParallelMesh, extra: Mapping[str, Any], nam
 
 
 def about_module(module: pl.LightningModule, names: Iterable[str]) -> dict[str, Any]:
-    """What of this is the module's; ``names`` are those of all its parameters and buffers."""
+    """The part of this that belongs to the module; ``names`` are those of all its parameters and buffers."""
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "huggingface": _huggingface_configs(module),

@@ -110,14 +110,14 @@ class Saving:
             self._preemption = listen(self._trainer, self._processes.device, self._processes.wants_batch)
 
     def close(self) -> None:
-        """Listen to signals no more, and let Lightning choose samplers again."""
+        """Stop listening to signals, and give the choice of samplers back to Lightning."""
         self._samplers.release()
         if self._preemption is not None:
             self._preemption.remove()
             self._preemption = None
 
     def continue_loader(self, dataloader: object) -> object:
-        """A training loader that goes on where the checkpoint's run stopped; others as they are."""
+        """A training loader that resumes where the checkpoint's run stopped; other loaders unchanged."""
         if not self._trainer.training:
             return dataloader
         loader = make_resumable(dataloader)

@@ -45,7 +45,7 @@ class SingleFile:
         return self._directory.path
 
     def write(self) -> Exception | None:
-        """Make the file of the directory, and delete that; what it failed with, if it did."""
+        """Write the directory as one file and delete the directory; returns the error if it failed."""
         try:
             export_lightning(open_source(self.directory, trust=True), Path(self._new.path))  # written just before
             with open(self._new.path, "rb") as file:
