@@ -80,8 +80,8 @@ def recompute_layers(here: LayersHere, recompute: Recompute) -> list[str]:
         for name in layers:
             SelectiveCall(module.get_submodule(name), name, cores).install()
         return layers
-    here = Parts(layers)
-    chosen = [name for name in _chosen(module, trunk, recompute) if name in here]
+    owned = Parts(layers)
+    chosen = [name for name in _chosen(module, trunk, recompute) if name in owned]
     for name in chosen:
         RecomputedCall(module.get_submodule(name)).install()
     return chosen
