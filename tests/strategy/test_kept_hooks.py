@@ -27,9 +27,9 @@ def test_hooks_that_were_added_go_and_those_that_were_taken_off_come_back() -> N
 
 def test_in_a_step_the_modules_are_walked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, walks = nn.Sequential(nn.Linear(1, 1)), []
-    every = net.modules
-    monkeypatch.setattr(net, "modules", lambda: walks.append(1) or every())
     tables = HookTables(net)
+    every = tables.find
+    monkeypatch.setattr(tables, "find", lambda: walks.append(1) or every())
     with tables.found_once():
         assert not walks  # many steps undo nothing
         for _ in range(3):

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 KINDS = ("weights", "target", "data", "layer", "memory", "mean", "max_norm", "late")
 QUICK = {
     *(("stages", "weights"), ("stages", "target"), ("stages", "memory"), ("stages", "layer"), ("whole", "target")),
-    *(("alone", "data"), ("replicas", "max_norm"), ("grid", "max_norm")),
+    *(("alone", "data"), ("replicas", "max_norm")),
 }
 REFUSED = {(layout, "mean") for layout in ("replicas", "grid")}  # a mean over a replica's samples, as in DDP
 REFUSED |= {(layout, "late") for layout in LAYOUTS}

@@ -15,7 +15,7 @@ A tensor becomes away, and ceases to be, by a change of its class: user code may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -290,13 +290,15 @@ def forget_written() -> None:
 
 def source_of(value: Any) -> StageSource | None:
     """What the numbers in ``value`` depend on that is on another stage; ``None`` if they are those of one process."""
-    for tensor in tensors_in(value):
-        if type(tensor) is Away:
-            return tensor.source
-        absent: StageSource | None = tensor.__dict__.get("absent_source")
-        if absent is not None:
-            return absent
-    return None
+    if isinstance(value, Tensor):
+        return value.source if type(value) is Away else value.__dict__.get("absent_source")
+    if isinstance(value, (list, tuple)):
+        items: Iterable[Any] = value
+    elif value.__class__ in NUMBERS or not isinstance(value, Mapping):  # numbers first: the second costs more
+        return None
+    else:
+        items = value.values()
+    return next((found for item in items if (found := source_of(item)) is not None), None)
 
 
 def refuse_away(value: Any, what: str) -> None:

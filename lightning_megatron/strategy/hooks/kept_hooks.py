@@ -46,13 +46,20 @@ class HookTables:
 
     def full(self) -> list[Hooks]:
         """Those with hooks in them."""
-        tables = self._found or self._find()
+        tables = self._found or self.find()
         if self._in_step:
             self._found = tables
         return [table for table in tables if table]
 
-    def _find(self) -> list[Hooks]:
-        return [table for module in self.root.modules() for table in map(module.__dict__.__getitem__, _TABLES)]
+    def find(self) -> list[Hooks]:
+        """All tables, empty ones too. It runs in every step, so it walks through the modules by hand, in few calls."""
+        modules, known = [self.root], {self.root}
+        for module in modules:  # which grows
+            for child in module._modules.values() if module._modules else ():
+                if child is not None and child not in known:
+                    known |= {child}
+                    modules += (child,)
+        return [table for module in modules for table in map(module.__dict__.__getitem__, _TABLES)]
 
 
 class KeptHooks:
