@@ -64,7 +64,10 @@ def _bound_anew(bucket: Bucket) -> dict[str, Tensor]:
 def point_back(bucket: Bucket) -> None:
     """Point views that were moved out of the bucket back into it, and copy their values there."""
     flat, before = bucket.flat, bucket.views
-    if not bucket.keeps_all or all(_lies_in(view, flat) for view in before):
+    if not bucket.keeps_all:
+        return
+    memories = {view.untyped_storage()._cdata for view in before}  # in every step: one call for each
+    if memories <= {flat.untyped_storage()._cdata}:
         return
     bucket.views = views(flat, bucket.placement, bucket.parameters, contiguous=bucket.weights is not None)
     for parameter, old, view in zip(bucket.parameters, before, bucket.views, strict=True):
