@@ -292,11 +292,8 @@ def source_of(value: Any) -> StageSource | None:
     """What the numbers in ``value`` depend on that is on another stage; ``None`` if they are those of one process."""
     if isinstance(value, Tensor):
         return value.source if type(value) is Away else value.__dict__.get("absent_source")
-    if isinstance(value, (list, tuple)):
-        items: Iterable[Any] = value
-    elif value.__class__ in NUMBERS or not isinstance(value, Mapping):  # numbers first: the second costs more
-        return None
-    else:
+    items: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
+    if not items and value.__class__ not in NUMBERS and isinstance(value, Mapping):  # which costs more to ask
         items = value.values()
     return next((found for item in items if (found := source_of(item)) is not None), None)
 
