@@ -37,7 +37,7 @@ class RenormalisedRows:
         self._group = group
         tables: list[Any] = [child for _, child in _tables(module) if child._parameters.get("weight") is not None]
         self._tables = tables if group.size() > 1 else []
-        self._looked_up = {id(table): torch.zeros(0, dtype=torch.uint8) for table in self._tables}
+        self._looked_up = dict[int, Tensor]()
         self._hooks = [table.register_forward_pre_hook(self._note, with_kwargs=True) for table in self._tables]
 
     def _note(self, table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,18 +45,16 @@ class RenormalisedRows:
         weight: Tensor = table.weight
         if rows.is_meta or weight.is_meta or type(rows) is not Tensor:
             return
-        seen = self._looked_up[id(table)]
-        if not len(seen):
-            seen = self._looked_up[id(table)] = torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)
-        seen[rows.detach().flatten().long()] = 1
+        if id(table) not in self._looked_up:
+            self._looked_up[id(table)] = _no_rows(weight)
+        self._looked_up[id(table)][rows.detach().flatten().long()] = 1
 
     def share(self) -> None:
         """Shorten what any rank has looked up since the last call; collective over the group."""
         for table in self._tables:
             weight: Any = table.weight
-            seen = self._looked_up.pop(id(table))
-            self._looked_up[id(table)] = torch.zeros(0, dtype=torch.uint8)
-            seen = seen if len(seen) else torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)
+            seen = self._looked_up.pop(id(table), None)
+            seen = _no_rows(weight) if seen is None else seen
             rows = raw_all_reduce(seen, self._group, maximum=True).nonzero().flatten()
             with torch.no_grad():
                 torch.embedding_renorm_(weight.detach(), rows, table.max_norm, table.norm_type)
@@ -66,6 +64,11 @@ class RenormalisedRows:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._tables = [], []
+
+
+def _no_rows(weight: Tensor) -> Tensor:
+    """A mark for each row, none of them set, uint8 [rows]."""
+    return torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)
 
 
 def check_renormalised(module: nn.Module, ranks: int, *, weight_sharding: bool) -> None:

@@ -165,7 +165,7 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
     _add_lengths(batch, lengths)
     uncut = 0
     if lengths.count(size) != len(lengths):
-        lengths = [tensor.shape[0] for tensor in _even_tensors(batch) if tensor.ndim]
+        lengths = [tensor.shape[0] for tensor in even_tensors(batch) if tensor.ndim]
         uncut = len(lengths) - lengths.count(size)
     before = known.setdefault(len(lengths), uncut)
     if uncut != before:
@@ -188,12 +188,13 @@ def _add_lengths(batch: Any, found: list[int]) -> None:
         _add_lengths(child, found)
 
 
-def _even_tensors(batch: Any) -> Iterator[Tensor]:
+def even_tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, but for those in lists of one tensor per sample."""
     if isinstance(batch, Tensor):
         yield batch
     elif not _is_ragged(batch):
         for child in _children(batch):
-            yield from _even_tensors(child)
+            yield from even_tensors(child)
 
 
 def _slice(value: Any, size: int, take: Callable[[Any], Any], count: int) -> Any:

@@ -147,7 +147,8 @@ def averaged(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Notes of every epoch, and the weights at the end, on rank 0; ``sizes=None`` is plain Lightning."""
     notes = Notes(saves)
-    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
+    own = {"whole_batch_loss": False} if batch_norm else {}  # each replica's own statistics are meant
+    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes, **own)
     options = {"max_epochs": EPOCHS, "callbacks": [KINDS[kind](), notes], "num_sanity_val_steps": 0}
     trainer = make_trainer(info, strategy, precision=precision, **options)
     module = Regression(batch_norm, torch.float64 if precision == "64-true" else torch.float32)

@@ -21,10 +21,10 @@ from lightning_megatron.pipeline.run.finality import WholeFinality
 from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.uncut import UncutModule
-from lightning_megatron.strategy.loss.loss_checks import LossChecks
 from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.among_stages import OneStage
 from lightning_megatron.strategy.step.engine import StepEngine
+from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Accumulation

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.shards import views
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import extremes_over
 
 _ALIKE = {torch.float64: 1e-9}  # relative
 _ABOUT_ALIKE = 1e-4
@@ -43,8 +43,8 @@ def check_alike(buckets: Iterable[Bucket]) -> None:
             continue
         sums = torch.stack([gradient.detach().sum(dtype=torch.float64) for gradient in bound.values()])
         sizes = torch.stack([gradient.detach().abs().sum(dtype=torch.float64) for gradient in bound.values()])
-        high, low = raw_all_reduce(torch.stack([sums, -sums]), group, maximum=True).unbind()
-        apart = ((high + low) / sizes.clamp(min=1e-30)).tolist()
+        lowest, highest = extremes_over(sums, group)
+        apart = ((highest - lowest) / sizes.clamp(min=1e-30)).tolist()
         for (name, gradient), difference in zip(bound.items(), apart, strict=True):
             if not difference <= _ALIKE.get(gradient.dtype, _ABOUT_ALIKE):
                 raise RuntimeError(

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,13 @@ class Freeing:
     def begin(self) -> None:
         """A step begins, all windows closed."""
         self._looks, self._least = self._decides and self._updated, None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around forwards that are none of a step's, which are not counted."""
+        looks, self._looks = self._looks, False
+        yield
+        self._looks = looks
 
     def ran(self, window: Window) -> None:
         """A layer's forward is through."""

@@ -157,6 +157,20 @@ class StepWindows:
         if self._looks_before_backward:
             self.hold_all()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Around a trial within a step, of which only forwards run: its layers open in an order of its own, and are not
+        counted among those of the step.
+        """
+        ahead, self._ahead, self._behind = self._ahead, Ahead(), False
+        with self.freeing.paused():
+            yield
+        self._ahead = ahead
+        for window in self.windows:
+            if not (window.held or self.freeing.keeps):
+                self._forget(window)
+                window.close()
+
     def hold_all(self) -> None:
         """Make all weights whole, to the end of the step; collective over the replicas."""
         for window in self.windows if self._active else ():

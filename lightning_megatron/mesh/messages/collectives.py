@@ -72,6 +72,12 @@ def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, ma
     return total
 
 
+def extremes_over(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The least and the greatest value of each element of ``x`` over the ranks, by one all-reduce, outside autograd."""
+    greatest, opposite = raw_all_reduce(torch.stack([x, -x]), group, keep=False, maximum=True).unbind()
+    return -opposite, greatest
+
+
 def raw_broadcast(x: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
     """Broadcast the contiguous ``x`` of global rank ``source`` into ``x`` of all ranks, in place, outside autograd."""
     with waits.on(waits.collective, "broadcast", x, group):

@@ -26,7 +26,7 @@ _DEPTH = 4
 
 
 def reads_first(root: nn.Module, owner: str, key: Any) -> bool:
-    """Whether the forward of a module reads a value that it keeps before it has written it.
+    """Whether the forward of a module, or the step, reads a value that it keeps before it has written it.
 
     Args:
         root: the user's module.
@@ -37,7 +37,8 @@ def reads_first(root: nn.Module, owner: str, key: Any) -> bool:
     inner = owner[len(path) :].lstrip(".")
     name = inner.partition(".")[0] or key
     kind: Any = type(module)
-    return isinstance(name, str) and _reads_first(kind, name)
+    methods = ("forward",) if path else ("training_step", "forward")
+    return isinstance(name, str) and any(_reads_first(kind, name, method) for method in methods)
 
 
 def _module_above(root: nn.Module, owner: str) -> tuple[str, nn.Module]:
@@ -52,8 +53,8 @@ def _module_above(root: nn.Module, owner: str) -> tuple[str, nn.Module]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _reads_first(kind: type, name: str) -> bool:
-    return _Order(kind, name).of("forward") == "read"
+def _reads_first(kind: type, name: str, method: str) -> bool:
+    return _Order(kind, name).of(method) == "read"
 
 
 class _Order(ast.NodeVisitor):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.mesh.batches import batch_size_of
+
 Curve = Callable[[Tensor], Tensor]
 OPERATIONS: dict[str, Curve] = {
     "sum": torch.sum,
@@ -129,6 +131,17 @@ def likeliest(ways: Mapping[Any, float]) -> Any:
     """The first of the ways that are about as near as any; ``None`` if there are none."""
     least = min(ways.values(), default=0.0)
     return next((how for how, off in ways.items() if off <= 2 * least + 1e-12), None)
+
+
+def counts_for(logs: Mapping[str, Any], part: Any) -> dict[Any, float]:
+    """What a part of a batch counts in the means of logged numbers.
+
+    Args:
+        logs: by key, how values combine.
+        part: of the batch.
+    """
+    ways = {how.weigh for how in logs.values() if isinstance(how, Mean) and callable(how.weigh)}
+    return {"sizes": float(batch_size_of(part)), **{way: way(part) for way in ways}}
 
 
 def line_of_user() -> str:

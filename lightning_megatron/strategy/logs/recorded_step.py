@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
-from lightning_megatron.strategy.logs.combining import Mean
+from lightning_megatron.strategy.logs.combining import counts_for
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.logs.weight_writes import WrittenInRuns
 from lightning_megatron.strategy.loss.cuts import Cut
@@ -38,10 +38,7 @@ class Recorded:
         self._weights = cut.weights
         self._once, sizes = cut.once, [float(batch_size_of(part)) for part in parts]
         self._once.begin(cut.weights, sizes)
-        ways = {how.weigh for how in cut.logs.values() if isinstance(how, Mean) and callable(how.weigh)}
-        self._counts = [
-            {"sizes": size, **{way: way(part) for way in ways}} for size, part in zip(sizes, parts, strict=True)
-        ]
+        self._counts = [counts_for(cut.logs, part) for part in parts]
 
     def __call__(self, part: Any, index: int) -> Any:
         turn = self._chunks - self._left[index]

@@ -47,14 +47,15 @@ class LogKey:
 
     Attributes:
         name: the key.
-        operation: how values of micro-batches and replicas combine: mean, sum, min or max.
+        how: how values of micro-batches and replicas combine: mean, sum, min or max; or what trials have found, see
+            :mod:`~lightning_megatron.strategy.logs.combining`.
         metric: dotted name of the logged torchmetrics object, or ``None`` for a number.
         dtype: floating-point type in which the value is replayed.
         options: the other arguments of ``self.log``.
     """
 
     name: str
-    operation: str
+    how: Any
     metric: str | None
     dtype: torch.dtype
     options: tuple[tuple[str, Any], ...]
@@ -240,7 +241,9 @@ class LogRecorder:
         """What the one part of a batch that ran has logged as numbers."""
         records = {name: record for (name, _), record in self._records.items() if record.is_number}
         return {
-            name: Logged(float(self._value(record, "cpu")), record.key.dtype is torch.float64, record.line)
+            name: Logged(
+                float(self._value(record, record.key.how, "cpu")), record.key.dtype is torch.float64, record.line
+            )
             for name, record in records.items()
         }
 
@@ -273,30 +276,38 @@ class LogRecorder:
         device: torch.device,
         joined: Mapping[tuple[str, int], tuple[Any, Any]],
     ) -> StepLogs:
-        keys = [record.key for record in records.values()]
-        rows = torch.zeros(len(keys), 3, dtype=torch.float64, device=device)
+        keys: list[LogKey] = []
+        rows = torch.zeros(len(records), 3, dtype=torch.float64, device=device)
         for row, (place, record) in zip(rows, records.items(), strict=True):
             if place in joined:
                 value, size = joined[place]
                 row[0], row[1] = float(value), float(size if size is not None else 1.0)
                 row[2] = -1.0 if size is None else float(size)
+                keys.append(record.key)
                 continue
-            row[0], row[1] = self._value(record, device), sum(record.weights)
+            how = self._how(record)
+            row[0], row[1] = self._value(record, how, device), sum(_weights(record, how))
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
+            keys.append(replace(record.key, how=how))
         return StepLogs(keys, rows)
 
-    def _value(self, record: _Recorded, device: torch.device | str) -> Tensor:
+    def _how(self, record: _Recorded) -> Any:
+        """How the values of the batch combine."""
+        how = self._within.get(record.key.name) if record.is_number else None
+        return record.key.how if how is None else how
+
+    def _value(self, record: _Recorded, how: Any, device: torch.device | str) -> Tensor:
         """The value of the whole batch."""
         whole = record.whole()
         if whole is not None:
             return self._as_tensor(whole)
         values = torch.stack([value.to(device) for value in record.values]).to(torch.float64)
-        how, weights = self._within.get(record.key.name), record.weights
-        if not isinstance(how, Mean) or values.numel() == 1:
-            how = how if isinstance(how, str) else record.key.operation
-            return combine(how, values, torch.tensor(weights, dtype=torch.float64, device=device))
-        weights = [counts[how.weigh] for counts in record.counts]
-        return how(values, torch.tensor(weights, dtype=torch.float64, device=device))
+        return combine(how, values, torch.tensor(_weights(record, how), dtype=torch.float64, device=device))
+
+
+def _weights(record: _Recorded, how: Any) -> list[float]:
+    """What each value of a number counts."""
+    return [counts[how.weigh] for counts in record.counts] if isinstance(how, Mean) else record.weights
 
 
 def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
@@ -308,19 +319,20 @@ def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return options.pop("name"), options.pop("value"), options
 
 
-def combine(operation: str, values: Tensor, weights: Tensor) -> Tensor:
+def combine(how: Any, values: Tensor, weights: Tensor) -> Tensor:
     """One value for those of several micro-batches or replicas.
 
     Args:
-        operation: ``mean`` (weighted), or a key of :data:`~lightning_megatron.strategy.logs.combining.OPERATIONS`.
+        how: ``mean`` (weighted), a key of :data:`~lightning_megatron.strategy.logs.combining.OPERATIONS`, or a
+            :class:`~lightning_megatron.strategy.logs.combining.Mean`.
         values: ``[n]``.
         weights: ``[n]``.
     """
-    if operation == "mean":
+    if how == "mean" or isinstance(how, Mean):
         if values.numel() == 1:
             return values[0]
-        return (values * weights).sum() / weights.sum()
-    return OPERATIONS[operation](values)
+        return how(values, weights) if isinstance(how, Mean) else (values * weights).sum() / weights.sum()
+    return OPERATIONS[how](values)
 
 
 class Recording:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.draws.given_again import State, set_state
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal, refill
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, found_again
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
 
-_AGAIN = 8  # factor between the runs in which is looked everywhere
 Place = tuple[Address, Any]
 """Of a table, and a key in it."""
 
@@ -59,10 +59,7 @@ class WrittenBeside:
             name: of it.
         """
         self._runs[name] += 1
-        run = self._runs[name]
-        while run % _AGAIN == 0:
-            run //= _AGAIN
-        if run != 1:
+        if not is_due(self._runs[name], first=2):
             return call
 
         def looked_at(batch: Any) -> Any:

@@ -50,6 +50,10 @@ class Cut:
     joint: Joint | None = None
     counts: bool = False
 
+    def share(self, replicas: int) -> float:
+        """By what a replica's loss is multiplied, so that the mean over the replicas is the loss of all."""
+        return (1.0 if self.sums else sum(self.weights)) * replicas / self.total
+
 
 class Cuts:
     """Cuts the batches of a run.
@@ -61,6 +65,7 @@ class Cuts:
         mixing: tries whether a mixture's loss is one of the whole batch.
         backwards: tries whether code in backwards mixes samples.
         trials: of the loss.
+        latest: of :meth:`uncut`.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -69,6 +74,9 @@ class Cuts:
         self._uncut: dict[int, int] = {}
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
+        tries = self._options.whole_batch_loss == "auto" and self._options.loss_weight is None
+        self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
+        self.latest = Cut([1.0], float(self._layout.data))
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
 
@@ -126,6 +134,16 @@ class Cuts:
                 parts, cut = self._cut(call, batch, split)
         return parts, cut
 
+    def uncut(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> Cut:
+        """What a batch that one stage runs uncut counts, beside those of the other replicas; arguments as above."""
+        self.mixing.begin()
+        if self._tries_uncut:
+            with self.mixing.counts.aside(always=True):
+                self.latest = self._cut(call, batch, [batch])[1]
+        self.mixing.mixes(call, batch, [batch], first=first)
+        self.mixing.counts.agreed([batch])
+        return self.latest
+
     def asks(self, parts: Sequence[Any]) -> Asks | None:
         """What tells the stages that a step leaves its batch out; ``None`` where no step does."""
         if not self._skips.may or len(parts) > 1:
@@ -139,7 +157,7 @@ class Cuts:
 
     def _cut(self, call: Callable[[Any], Any], batch: Any, parts: list[Any]) -> tuple[list[Any], Cut]:
         """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
-        whole, replicas = self._options.whole_batch_loss, self._layout.data
+        whole = self._options.whole_batch_loss
         repeats = self._stages.repeats
         if repeats is not None and self._repeats(repeats, call, parts):
             parts = [batch] if whole and self._options.loss_weight is None else parts
@@ -153,21 +171,22 @@ class Cuts:
         once, sums = OncePerBatch(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
         layers: list[Any] = []
-        if whole and weigh is None and (len(parts) > 1 or self.trials.reading.fits):
-            read = self.trials.read(call, batch, parts) if len(parts) > 1 else self.trials.reading
+        tries = len(parts) > 1 or self._tries_uncut
+        if whole and weigh is None and (tries or self.trials.reading.fits):
+            read = self.trials.read(call, batch, parts) if tries else self.trials.reading
             if repeats is not None and self.trials.again:
                 repeats.note("training_step")
                 return self._cut(call, batch, parts)
+            once, told = self.trials.once, read.tells_replicas if len(parts) == 1 else not read.whole
             if read.whole:
                 layers, parts = parts if self.trials.around and len(parts) > 1 else [], [batch]
-                once = self.trials.once
-            else:
-                logs, once, sums = read.within, self.trials.once, read.way == "sum"
+            if told:
+                logs, sums = read.within, read.way == "sum"
                 weigh = read.way if isinstance(read.way, Counted) else None
         elif len(parts) > 1:
             self.trials.say_statistics()
         if sums:
-            return parts, Cut([1.0] * len(parts), float(replicas), logs, once, sums)
+            return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums)
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]

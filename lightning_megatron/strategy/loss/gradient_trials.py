@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -64,6 +65,8 @@ class GradientTrial:
         around: each run of the user's step.
         may_fail: whether a step that fails on a piece tells nothing, rather than ending the run.
         at: told which of the pieces the step runs on next.
+        alike: whether context ranks have the same parameters, whose gradients are parts of one sum: tokens of two
+            pieces at once are dealt out otherwise than those of each.
 
     Attributes:
         draws: of random numbers.
@@ -79,7 +82,10 @@ class GradientTrial:
         around: AbstractContextManager[Any] | None = None,
         may_fail: bool = False,
         at: Callable[[int], None] = lambda _: None,
+        alike: bool = True,
     ) -> None:
+        sums = alike and context.mesh.layout.context > 1
+        self._sums = context.mesh.group("context_parallel") if sums else None
         self._context, self._parameters, self._may_fail, self._at = context, parameters, may_fail, at
         self._around = nullcontext() if around is None else around
         self._traces = Traces(context.module, beside=True)
@@ -122,7 +128,11 @@ class GradientTrial:
         sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL_WITH_BACKWARD)
         stages.settle()
-        return found
+        return found if self._sums is None else [self._summed(each, self._sums) for each in found]
+
+    def _summed(self, found: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+        named = self._parameters.items()
+        return {name: raw_all_reduce(found.get(name, torch.zeros_like(p)), group, keep=False) for name, p in named}
 
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
         eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
@@ -279,7 +289,7 @@ class BackwardTrials:
         if len(pieces) > 1:
             pieces.append(samples_of(batch, 0, sum(map(batch_size_of, pieces))))
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        trial = GradientTrial(self._context, trained)
+        trial = GradientTrial(self._context, trained, alike=self._context.options.gradients.experts == 1)
         found = trial.run(call, pieces, [*scales, 1.0] if len(pieces) > 1 else [1.0])
         outside = [name for name in trial.wrote if name[0] not in Parts(self._context.layers)]
         if trial.wrote:

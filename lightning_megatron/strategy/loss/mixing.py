@@ -14,7 +14,7 @@ gradients are thrown away, and what the step logs and writes is put back. It is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.balance.added import AddedLosses
@@ -33,8 +32,10 @@ from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, d
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
+from lightning_megatron.strategy.loss.over_replicas import SeesGroup, joined
 from lightning_megatron.strategy.step.counts_first import CountsFirst
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -130,7 +131,7 @@ class MixingTrials:
             ValueError: experts are shared out over replicas, each of which would have a loss of its own.
         """
         self._steps += 1
-        if self._checks and (self._steps <= _AGAIN or _is_power(self._steps)):
+        if self._checks and is_due(self._steps, first=_AGAIN):
             self._biases.check(self._mesh.group("world"))
         keeps, self._keeps_whole = self._keeps_whole, False
         found = self._tries(call, batch, parts, weights, first=first) or (keeps and not self.counts.used)
@@ -196,7 +197,7 @@ class MixingTrials:
             return []
         told = objects.gather(map_tensors(batch, Tensor.cpu), self._mesh.group("data_parallel"))[:2]
         one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
-        both = _joined(one, other)
+        both = joined(one, other)
         return [] if both is None or has_gradient_hooks(self._module) else [one, other, both]
 
     def close(self) -> None:
@@ -277,69 +278,28 @@ def _pieces(batch: Any, parts: Sequence[Any]) -> list[Any]:
     return [samples_of(batch, *ends) for ends in ((0, half), (half, 2 * half), (0, 2 * half))] if half else []
 
 
-def _joined(one: Any, other: Any) -> Any:
-    """The samples of two batches in one, if their samples are alike; else ``None``.
-
-    Example:
-        Tokens [1, 9] and [1, 9] give [2, 9]; [1, 9] and [1, 7] give nothing.
-    """
-    size, further = batch_size_of(one), batch_size_of(other)
-    tensors: list[Tensor] = []
-    map_tensors(other, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    left, fits = iter(tensors), True
-
-    def join(tensor: Tensor) -> Tensor:
-        nonlocal fits
-        beside = next(left, tensor)
-        if tensor.dim() == 0 or len(tensor) != size:
-            return tensor
-        fits &= beside.shape[:1] == (further,) and beside.shape[1:] == tensor.shape[1:]
-        return torch.cat((tensor, beside)) if fits else tensor
-
-    both = map_tensors(one, join)
-    return both if fits else None
-
-
-def _is_power(step: int) -> bool:
-    return bool(_AGAIN ** round(math.log(step, _AGAIN)) == step)
-
-
-class _Sees(TorchDispatchMode):
-    """Sees whether the step itself gathers or reduces over the replicas, whose batches then are one; and in which
-    dtypes it computes with routers: many of Hugging Face's do so in 32 bits, whatever the others do.
+class _Sees(SeesGroup):
+    """Sees also in which dtypes the step computes with routers: many of Hugging Face's do so in 32 bits, whatever the
+    others do.
 
     Args:
         group: the replicas; ``None`` for one.
         routers: their parameters.
 
     Attributes:
-        gathers: whether it does.
         dtypes: to which it has converted routers.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, routers: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._group, self.gathers = group, False
+        super().__init__(group)
         self._routers = {parameter.data_ptr() for parameter in routers}
         self.dtypes: set[torch.dtype] = {torch.float64}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        given = dict(kwargs or {})
-        if self._group is not None and func.namespace == "c10d":  # a gather may be sent as messages between pairs
-            self.gathers |= any(group.group_name == self._group.group_name for group in _groups_in(args))
-        elif func is torch.ops.aten._to_copy.default and _address(args[0]) in self._routers:
-            self.dtypes.add(given.get("dtype") or args[0].dtype)
-        return func(*args, **given)
+        if func is torch.ops.aten._to_copy.default and _address(args[0]) in self._routers:
+            self.dtypes.add((kwargs or {}).get("dtype") or args[0].dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _address(tensor: Tensor) -> int:
     return 0 if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor.data_ptr()
-
-
-def _groups_in(args: Any) -> Iterator[dist.ProcessGroup]:
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            try:
-                yield dist.ProcessGroup.unbox(argument)
-            except RuntimeError:
-                continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -89,6 +90,7 @@ class Tried:
         joins: the pieces.
         stages: of this rank's pipeline.
         counts_as: how many micro-batches the logs of each piece are told that there are.
+        around: each run.
 
     Attributes:
         recorders: by piece, of what it logs.
@@ -103,7 +105,9 @@ class Tried:
         joins: TriedPieces,
         stages: Stages,
         counts_as: int = 1,
+        around: AbstractContextManager[Any] | None = None,
     ) -> None:
+        self._around = nullcontext() if around is None else around
         self._counts_as = counts_as
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
@@ -115,7 +119,8 @@ class Tried:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             weights = self.traces.weights.noted()
-            with self._recording.step(self._counts_as) as recorder, self.draws.run(index), weights, eager:
+            recording = self._recording.step(self._counts_as)
+            with recording as recorder, self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
                 return map_tensors(self._call(whole_copy(part)), torch.detach)
         except Exception as error:
@@ -145,6 +150,10 @@ class Tried:
             joins, layers, self.traces.lasting({name for found in self._changes for name in found})
         )
         return kinds, next((spelled(name) for name in sorted(self.traces.weights.found)), writes), unsure
+
+    def changes(self, piece: int) -> Changes:
+        """What the step has written in one of the pieces."""
+        return self._changes[piece]
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.strategy.logs.combining import Mean
+from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
 _SIZES = re.compile(
@@ -74,12 +75,91 @@ def say_reading(before: Reading, found: Finding, now: Reading, parts: int, stage
     if now.way != (before.way if before.fits else None):
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
-        rank_zero_info(f"the loss of `training_step` is {what}: micro-batches are {how}.")
+        rank_zero_info(f"the loss of `training_step` is {what}: micro-batches and replicas are {how}.")
     new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]
     if new:
         rank_zero_warn(
             f"what `self.log` is given as {_with_lines(new, found)} for a batch is not made of what its micro-batches "
             "give; the mean of theirs is logged. Log a torchmetrics object, or pass `whole_batch_loss=True`."
+        )
+
+
+def say_untried(replicas: int) -> bool:
+    """One line where nothing of a batch can be tried by itself; returns that it was said.
+
+    Args:
+        replicas: how many there are.
+    """
+    rank_zero_info(
+        "a batch cannot be cut into samples, or whole numbers in it may point at them, so `training_step` is not tried "
+        f"on parts of it, and the gradients of the {replicas} replicas are averaged, as under DDP."
+    )
+    return True
+
+
+def warn_of_replicas(
+    before: Reading,
+    found: Finding,
+    now: Reading,
+    replicas: int,
+    module: nn.Module,
+    own: Iterable[Name],
+    cut: bool,
+    routes: bool,
+) -> None:
+    """Say what of a step is that of a replica, and not of all samples as in one process; each of it once.
+
+    Args:
+        before: what was known before the trial.
+        found: by it.
+        now: what is known with it.
+        replicas: how many there are.
+        module: the user's.
+        own: names of values that the step writes otherwise on each replica, and that were not said before.
+        cut: whether the batch runs in micro-batches, of which the same is said.
+        routes: whether there are mixtures of experts, whose balancing losses are judged by gradients.
+    """
+    modules, mine = dict(module.named_modules()), list(own)
+    norms = [name for name, child in modules.items() if isinstance(child, _BatchNorm) and child.training]
+    values = [spelled(name) for name in mine if not isinstance(modules.get(name[0]), _BatchNorm)]
+    unlike = (not now.fits and before.fits) or not before.tried
+    mixes = unlike and not (now.fits or now.stays or found.gathers)
+    if norms and (mixes or len(values) < len(mine)):
+        rank_zero_warn(
+            f"`{norms[0]}` ({type(modules[norms[0]]).__name__}) computes over the samples of each of the {replicas} "
+            "replicas, where one process computes over all of them; `Trainer(sync_batchnorm=True)` does as well."
+        )
+    elif found.opaque or (mixes and (found.failed or routes)):
+        why = f"does not run there ({found.failed})" if found.failed else "gives no loss there that tells"
+        rank_zero_info(
+            f"`training_step` was tried on parts of a batch and {why}, so nothing is known of its loss; the gradients "
+            f"of the {replicas} replicas are averaged, as under DDP."
+        )
+    elif mixes:
+        whole, mean = found.numbers
+        rank_zero_warn(
+            f"the loss of `training_step` is {whole:.6g} for two parts of a batch at once, and {mean:.6g} as the mean "
+            f"of theirs: it depends on which samples it sees together. Each of the {replicas} replicas computes it "
+            "over its own, and the mean of them is trained, as under DDP, where one process computes it over all. "
+            "Gather what it is made of by `self.all_gather(x, sync_grads=True)`, or pass `whole_batch_loss=False` if "
+            "each replica's own is meant."
+        )
+    elif not cut and now.tells_replicas and now.way != (before.way if before.fits else None):
+        what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
+        how = "added up" if now.way == "sum" else "weighted by their number of these"
+        rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
+    if values:
+        names = ", ".join(f"`{name}`" for name in values)
+        rank_zero_warn(
+            f"`training_step` writes {names} from the samples of each of the {replicas} replicas, where one process "
+            "writes it from all of them. Write a mean over the replicas (`self.all_gather(x).mean(0)`), use a "
+            "torchmetrics object, or pass `whole_batch_loss=False` if each replica's own is meant."
+        )
+    new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]
+    if new and not (cut or found.gathers):
+        rank_zero_warn(
+            f"what `self.log` is given as {_with_lines(new, found)} for a batch is not made of what its parts give; "
+            f"the mean over the {replicas} replicas is logged. Log a torchmetrics object."
         )
 
 

@@ -13,11 +13,15 @@ It is done in the first step, and again where the answer may be another one: as 
 the batch looks different, when something new is logged or a logged number first differs between micro-batches, when a
 batch has ignored targets for the first time or integers beyond those of earlier ones, which may be ignored as well, and
 now and then (steps 8, 64, 512, ...; 2 and 4 too where a batch has but two micro-batches).
+
+Where there are replicas, a batch that runs uncut is tried on parts as well (:mod:`.over_replicas`), for its loss is
+then one of some samples of a larger batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
@@ -36,13 +41,16 @@ from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
+from lightning_megatron.strategy.loss.over_replicas import SeesGroup, TriedParts, count_otherwise, own_values, pieces_of
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import (
     say_around,
     say_reading,
     say_statistics,
+    say_untried,
     warn_of_earlier_steps,
     warn_of_logged,
+    warn_of_replicas,
 )
 from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
@@ -50,6 +58,7 @@ from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
+_GROWS = ("sum", "each")
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _UNSETTLED = 16  # steps in which equal losses are tried again
 _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
@@ -66,6 +75,7 @@ class LossTrials:
         once: values that a step writes once per batch.
         around: whether layers may run in micro-batches where the loss is one of the whole batch.
         again: whether the step was seen to call the layers again.
+        unseen: whether a batch that runs uncut looks like none before, which replicas do not see alike.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -73,7 +83,7 @@ class LossTrials:
         self._module, self._layers, self._recording = context.module, context.layers, context.recording
         self._stages, self._streams = context.stages, context.streams
         self._schedule = partial(context.schedule, forward_only=True)
-        self._steps, self._next = 0, 1
+        self._steps, self._next, self._looked_other = 0, 1, False
         self._looks: set[Any] = set()
         self._keys: set[str] = set()
         self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
@@ -84,6 +94,9 @@ class LossTrials:
         self._slots: dict[Name, tuple[Table, Any, str, int | None]] = {}
         self._unsure = False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
+        self.unseen, self._own, self._untried = False, set[Name](), False
+        self._has_routers: bool | None = None
+        self._replicas = context.mesh.group("data_parallel") if context.mesh.layout.data > 1 else None
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -91,26 +104,36 @@ class LossTrials:
         Args:
             call: the user's step, taking a (micro-)batch.
             batch: equal on all stages of a replica.
-            parts: its micro-batches, two or more.
+            parts: its micro-batches; one where it runs uncut.
         """
         self._steps += 1
-        if not self.reading.whole or self._steps == 1 or self.around or self.reading.opaque:
+        self.unseen = False
+        known = self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
+        if not known or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
-            if why:
-                self._try(call, batch, parts, why)
+            pieces = TriedParts(batch, list(parts)) if len(parts) > 1 else self._pieces(batch, why)
+            if why and pieces is not None:
+                self._try(call, pieces, why, cut=len(parts) > 1)
         return self.reading
+
+    def _pieces(self, batch: Any, why: str) -> TriedParts | None:
+        """What to try of a batch that runs uncut, if it has to be."""
+        if not why:
+            return None
+        found = pieces_of(batch, self._mesh, self._device, apart=why == "counts")
+        if found is None and self._replicas is not None:
+            self._untried = self._untried or say_untried(self._replicas.size())
+        return found
 
     def keep_whole(self) -> None:
         """Say that the loss is one of the whole batch, in layers and behind them."""
         self.reading, self.around, self._in_layers = replace(self.reading, stays=True), False, True
 
-    def note_logged(self, names: Sequence[str], *, differ: bool) -> None:
-        """Say what a step has logged, on every rank alike.
-
-        Args:
-            names: keys.
-            differ: whether micro-batches differ in a number of which no trial has told how it comes together.
-        """
+    def note_logged(self, outcome: Outcome) -> None:
+        """Say what a step has logged, on every rank alike."""
+        names, differ = [key.name for key in outcome.logs.keys], outcome.differ
+        if outcome.unseen:
+            self._looked_other = True
         self._differ = differ or (self._rounds and self._steps in _ROUNDED)
         self._differ &= self._asked < _UNSETTLED and any(name not in self.reading.logs for name in names)
         self._asked += self._differ
@@ -126,35 +149,53 @@ class LossTrials:
         self._beyond = None if known else self._extremes.grow(batch)
         if look not in self._looks:
             self._looks.add(look)
+            self.unseen = len(parts) == 1 and self._steps > 1
+            if not self.unseen:
+                return "look"
+        if self._looked_other:  # in the step before, on some replica
+            self._looked_other = False
             return "look"
         if self._steps >= self._next:
             return "time"
-        if self.reading.whole and not self.reading.opaque:
+        uncut = len(parts) == 1
+        if reading.whole and not reading.opaque and not (uncut and reading.tells_replicas):
             return ""
-        if self._new_keys or self._differ or ((self._unsure or not self.reading.settled) and self._steps <= _UNSETTLED):
+        unsettled = not reading.settled or (self._unsure and not uncut)
+        if self._new_keys or self._differ or (unsettled and self._steps <= _UNSETTLED):
             return "keys"
         counts = list(self.reading.open())
         if not counts:
             return ""
+        if uncut and self._replicas is not None:
+            way = self.reading.way
+            used: Callable[[Any], float] = way if isinstance(way, Counted) else batch_size_of
+            otherwise = count_otherwise(counts, used, batch, self._replicas, self._device)
+            self._asked += otherwise
+            return "counts" if otherwise and self._asked < _UNSETTLED else ""
         other = self._beyond is not None or _weighs_otherwise(counts, self.reading.way, batch, parts)
         differs = torch.tensor(int(other), device=self._device)
         if self._mesh.layout.data > 1:
             differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
         return "counts" if int(differs) else ""
 
-    def _try(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
-        joins = Joins(batch, parts, self._beyond)
+    def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
+        batch, parts = of.whole, of.parts
+        joins = Joins(batch, parts, self._beyond if cut else None)
         if self._steps >= self._next:
             self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
         self._new_keys, self._fresh = False, True
-        tried = Tried(call, self._recording, Traces(self._module, beside=True), joins, self._stages, counts_as=2)
+        call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
+        sees, traces = SeesGroup(self._replicas), Traces(self._module, beside=True)
+        tried = Tried(call, self._recording, traces, joins, self._stages, counts_as=2, around=sees)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
-        trial = self._streams.trial(rows=joins.rows())
-        with trial, self._stages.running(*checked, training=False) as executor:
+        streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows
+        spread = nullcontext() if windows is None else windows.trial()
+        with streams, spread, self._stages.running(*checked, training=False) as executor:
             executor.run(step)
         kinds, writes, unsure = tried.written(self._layers)
-        outcome = self._stages.outcome(lambda: self._found(step, tried, joins), TRIAL)
+        own = self._own_values(tried, kinds, traces, gathers=sees.gathers)
+        outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=sees.gathers), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
         if isinstance(found, StartOver):
@@ -163,23 +204,30 @@ class LossTrials:
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
-        told = objects.gather((writes, alone, unsure, tried.draws.narrow), self._mesh.group("world"))
-        found.settle(next((writes for writes, *_ in told if writes), ""), exact=not any(narrow for *_, narrow in told))
+        told = objects.gather((own, writes, alone, unsure, tried.draws.narrow), self._mesh.group("world"))
+        found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow in told))
         self.reading = before.after(found)
         self._unsure = any(unsure for *_, unsure, _ in told)
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
         could, self.around = self.around, False
-        if self.reading.whole and all(alone for _, alone, *_ in told):
+        if self._replicas is not None:
+            new = dict.fromkeys(name for own, *_ in told for name in own if name not in self._own)
+            self._own.update(new)
+            own_way = cut, self._routes()
+            warn_of_replicas(before, found, self.reading, self._replicas.size(), self._module, list(new), *own_way)
+        if cut and self.reading.whole and all(alone for _, _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart
-        if not (could and self.around) and not (before.opaque and self.reading.opaque):
+        if cut and not (could and self.around) and not (before.opaque and self.reading.opaque):
             self._say(before, found, len(parts), "" if found.writes else why)
-        if self._differ and not self.reading.whole:
+        if cut and self._differ and not self.reading.whole:
             warn_of_logged(before, self.reading, self._steps - 1)
         self._differ = False
+        if not cut:
+            self._stages.release()
 
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
@@ -211,7 +259,25 @@ class LossTrials:
     def _use_rows(self, parts: Sequence[Any]) -> None:
         self._streams.use_rows(Deal().rows([batch_size_of(part) for part in parts]))
 
-    def _found(self, step: PipelineStep, tried: Tried, joins: Joins) -> Outcome:
+    def _own_values(self, tried: Tried, kinds: Mapping[Name, str], traces: Traces, *, gathers: bool) -> list[Name]:
+        """Values that each replica writes from its own samples, and goes on from; collective over them."""
+        if self._replicas is None:
+            return []
+        changes = tried.changes(0)
+        lasting = traces.lasting(set(changes)) | {name for name, kind in kinds.items() if kind in _GROWS}
+        changes = {name: change for name, change in changes.items() if name in lasting}
+        unlike = own_values(changes, self._replicas)
+        if any(objects.gather(gathers, self._replicas)):
+            return unlike
+        return list(dict.fromkeys([*unlike, *(name for name in changes if kinds.get(name) != "same")]))
+
+    def _routes(self) -> bool:
+        """Whether any rank has mixtures of experts; collective over the world."""
+        if self._has_routers is None:
+            self._has_routers = any(objects.gather(bool(routers_of(self._module)), self._mesh.group("world")))
+        return self._has_routers
+
+    def _found(self, step: PipelineStep, tried: Tried, joins: Joins, *, gathers: bool) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
@@ -224,7 +290,7 @@ class LossTrials:
             counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
-        found = replace(findings[0].joined(findings[1:]), failed=tried.failed)
+        found = replace(findings[0].joined(findings[1:]), failed=tried.failed, gathers=gathers)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)

@@ -152,6 +152,7 @@ class Finding:
         opaque: whether a loss is no finite number, which tells nothing about others.
         empty: whether a part has no targets, which accounts for that.
         failed: why the step does not run on a part of a batch, or "".
+        gathers: whether the step itself gathers or reduces over the replicas.
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -165,6 +166,7 @@ class Finding:
     opaque: bool = False
     empty: bool = False
     failed: str = ""
+    gathers: bool = False
 
     def settle(self, writes: str, *, exact: bool) -> None:
         """Take over what all ranks have found.
@@ -202,6 +204,7 @@ class Finding:
             tells=any(one.tells for one in every),
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
             failed=next((one.failed for one in every if one.failed), ""),
+            gathers=any(one.gathers for one in every),
         )
 
 
@@ -312,6 +315,11 @@ class Reading:
     def whole(self) -> bool:
         """Whether the batch has to stay whole."""
         return self.stays or self.opaque or not self.fits or bool(self.writes)
+
+    @property
+    def tells_replicas(self) -> bool:
+        """Whether what the loss is a mean of is known, whatever else of a batch has to be whole."""
+        return bool(self.fits) and not (self.stays or self.opaque)
 
     @cached_property
     def way(self) -> Any:

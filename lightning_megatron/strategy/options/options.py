@@ -101,8 +101,9 @@ class Options:
         whole_batch_loss: whether code outside the layers sees each batch whole. ``"auto"`` tries the step on parts of a
             batch and does what makes it that of one process: weighs micro-batches by samples or by counted targets,
             adds them up, or runs only the layers in micro-batches, where these compute sample by sample, and the code
-            around them on the whole batch. ``True`` says that the loss is one of the whole batch; ``False`` takes the
-            mean of the micro-batches' losses as it is.
+            around them on the whole batch; and weighs the losses of replicas, or warns of what is each replica's own.
+            ``True`` says that the loss is one of the whole batch; ``False`` takes the mean of the losses of
+            micro-batches and replicas as it is.
         random_streams: ``"torch"`` draws from torch's generators, by stage and micro-batch; ``"layout"`` from counters
             over the global batch, so that dropout and noise are those of one process. See ``docs/random_numbers.md``.
         variable_shapes: send shapes with every activation, for steps that cut or pad by a batch's content.

@@ -127,6 +127,10 @@ class OneStage:
     def settle(self) -> None:
         """Nothing was sent."""
 
+    def release(self) -> None:
+        """Remove hooks."""
+        self.close()
+
     def timeline(self) -> Timeline | None:
         """Nothing is recorded of one stage."""
         return None
@@ -314,6 +318,9 @@ class SeveralStages:
     def share_copies(self) -> None:
         """See :class:`Stages`."""
         self._copies.share()
+
+    def release(self) -> None:
+        """A cut module keeps what it has: every step needs it."""
 
     def settle(self) -> None:
         """See :class:`Stages`; the stage that computes the loss updates its weights meanwhile."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.batches import map_tensors
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
 from lightning_megatron.pipeline.run.passes import Passes
@@ -120,8 +120,8 @@ class WeightCopies:
         with torch.no_grad():
             sums = torch.stack([copy.sum(dtype=torch.float64) for copy in self._copies.values()])
             sizes = torch.stack([copy.abs().sum(dtype=torch.float64) for copy in self._copies.values()])
-        highest, lowest = raw_all_reduce(torch.stack([sums, -sums]), self._group, maximum=True).unbind()
-        apart = (highest + lowest) / sizes.clamp(min=1e-30)
+        lowest, highest = extremes_over(sums, self._group)
+        apart = (highest - lowest) / sizes.clamp(min=1e-30)
         for (name, copy), difference in zip(self._copies.items(), apart.tolist(), strict=True):
             if difference > _ALIKE.get(copy.dtype, 1e-4):
                 raise RuntimeError(

@@ -58,10 +58,14 @@ class CountsFirst:
         self.used, self._said = False, False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around trials of what else the loss is made of: balancing losses are left out, as the same number each."""
+    def aside(self, *, always: bool = False) -> Iterator[None]:
+        """Around trials of what else the loss is made of: balancing losses are left out, as the same number each.
+
+        Args:
+            always: also where batches are not cut.
+        """
         for known in self._known:
-            known.parts.aside = self.may
+            known.parts.aside = self.may or always
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from lightning_megatron.mesh.messages.exchange import exchanges
 from lightning_megatron.strategy.logs.step_logs import LogKey, StepLogs
 from lightning_megatron.strategy.step.step import Outcome
 
-_HEADER = 5
+_HEADER = 6
 _RESULTS = (1 << 20) + 1  # tag of messages that bring a step's outcome
 _SHARED = _RESULTS + 1  # tag of numbers that a step in progress goes on with
 _INLINE_VALUES = 60
@@ -87,7 +87,7 @@ class OutcomeDelivery:
         blob = objects.encode(extra or None)
         header = self._new_header()
         dtype = _LOSS_DTYPES.index(loss.dtype) if loss is not None else -1
-        numbers = [blob.numel(), rows.numel(), dtype, outcome.stop, outcome.differ]
+        numbers = [blob.numel(), rows.numel(), dtype, outcome.stop, outcome.differ, outcome.unseen]
         header[:_HEADER] = torch.tensor(numbers, dtype=torch.float64)
         values = torch.cat([(loss if loss is not None else rows.new_tensor(float("nan"))).reshape(1).double(), rows])
         inline = values[:_INLINE_VALUES]
@@ -107,7 +107,7 @@ class OutcomeDelivery:
         else:
             header = self._new_header()
             self._pass_on(header)
-        size, count, dtype, stop, differ = (int(entry) for entry in header[:_HEADER].tolist())
+        size, count, dtype, *flags = (int(entry) for entry in header[:_HEADER].tolist())
         count += 1
         values = header[_HEADER : _HEADER + min(count, _INLINE_VALUES)]
         if count > _INLINE_VALUES:
@@ -124,7 +124,8 @@ class OutcomeDelivery:
         output, state, batch = map_tensors(left, lambda tensor: tensor.to(self._device)).values()
         loss = values[0].to(_LOSS_DTYPES[dtype]) if dtype >= 0 else None
         logs = StepLogs(self._keys, values[1:].view(-1, 3))
-        return Outcome(logs, loss, output, state or [], bool(stop), bool(differ), batch)
+        stop, differ, unseen = map(bool, flags)
+        return Outcome(logs, loss, output, state or [], stop, differ, unseen, batch)
 
     def _new_header(self) -> Tensor:
         return torch.zeros(_HEADER + _INLINE_VALUES, dtype=torch.float64, device=self._device)

@@ -24,7 +24,7 @@ from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
-from lightning_megatron.strategy.loss.mixing import MixingTrials
+from lightning_megatron.strategy.loss.cuts import Cuts
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.step.among_stages import OneStage
@@ -119,20 +119,17 @@ class DrawnStep:
         stages: the one that there is.
         step: the step.
         drawing: of the context.
-        mixing: tries whether a mixture's loss is one of the whole batch; before the step, whose draws it leaves alone.
+        cuts: try what the loss of a batch is; before the step, whose draws they leave alone.
     """
 
-    def __init__(
-        self, context: StepContext, stages: OneStage, step: Step, drawing: Drawing, mixing: MixingTrials
-    ) -> None:
-        self._step, self._drawing, self._mixing = step, drawing, mixing
+    def __init__(self, context: StepContext, stages: OneStage, step: Step, drawing: Drawing, cuts: Cuts) -> None:
+        self._step, self._drawing, self._cuts = step, drawing, cuts
         self._stages, self._streams = stages, context.streams
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch."""
         self._drawing.learn(call, [batch], "training_step")
-        self._mixing.mixes(call, batch, [batch], first=window.first)
-        self._mixing.counts.agreed([batch])
+        self._cuts.uncut(call, batch, first=window.first)
         with self._around(batch, "training_step", training=True):
             return self._step.forward(call, batch, window)
 

@@ -30,11 +30,11 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.refusals import check_by_hand
 from lightning_megatron.strategy.logs.step_logs import Recording
-from lightning_megatron.strategy.loss.loss_checks import LossChecks
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
 from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
 from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.drawn_steps import DrawnStep
+from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
@@ -115,10 +115,10 @@ class StepEngine:
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
-            mixing = self._in_parts.cuts.mixing
-            self.whole = PlainStep(self._context, copies, mixing if streams.draws is None else None)
+            cuts = self._in_parts.cuts
+            self.whole = PlainStep(self._context, cuts, copies, tries=streams.draws is None)
             if streams.draws is not None:
-                self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, mixing)
+                self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, cuts)
         elif not module.automatic_optimization:
             check_by_hand(record_timeline=options.record_timeline)
             self.whole = StepByHand(self._context, stage, self._in_parts, copies)

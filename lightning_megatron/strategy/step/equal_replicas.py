@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.renormalised_rows import renormalised
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.processes import Processes
@@ -52,7 +54,7 @@ class EqualReplicas:
         Raises:
             RuntimeError: a weight differs, on every replica of this stage.
         """
-        turn = _is_turn(self._steps) or (epoch != self._epoch and _is_turn(epoch))
+        turn = is_due(self._steps, first=4) or (epoch != self._epoch and is_due(epoch, first=4))
         self._steps, self._epoch = self._steps + 1, epoch
         if turn:
             self._compare()
@@ -163,9 +165,7 @@ def _bounds(parameters: Sequence[Tensor | None], device: torch.device, group: di
     nowhere = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
     sums = torch.stack([nowhere if each is None else _sums(each).to(device) for each in parameters])
     lowest = torch.where(sums[:, :1].isinf(), sums[:, :1], -sums[:, :1])
-    bounds = torch.cat([sums, lowest], dim=1)
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    return bounds
+    return raw_all_reduce(torch.cat([sums, lowest], dim=1), group, keep=False, maximum=True)
 
 
 def _apart(bounds: Tensor, share: float) -> Iterator[tuple[int, float, float]]:
@@ -173,10 +173,6 @@ def _apart(bounds: Tensor, share: float) -> Iterator[tuple[int, float, float]]:
     highest, lowest = bounds[:, 0], -bounds[:, 2]
     for index in (highest - lowest > share * bounds[:, 1]).nonzero().flatten().tolist():
         yield index, float(lowest[index]), float(highest[index])
-
-
-def _is_turn(count: int) -> bool:
-    return count < 4 or (count.bit_count() == 1 and count.bit_length() % 3 == 1)
 
 
 def _sums(parameter: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
-from lightning_megatron.strategy.loss.mixing import MixingTrials
+from lightning_megatron.strategy.logs.combining import counts_for
+from lightning_megatron.strategy.loss.cuts import Cuts
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -26,21 +27,20 @@ class PlainStep:
     Args:
         context: what steps run on, with one stage.
         copies: weights that tensor-parallel ranks hold whole, looked at where a step has updated them itself.
-        mixing: tries whether a mixture's loss is one of the whole batch.
+        cuts: tell what the loss of a replica counts.
+        tries: whether this step asks them, rather than one around it.
     """
 
     def __init__(
-        self,
-        context: StepContext,
-        copies: WeightCopies | None = None,
-        mixing: MixingTrials | None = None,
+        self, context: StepContext, cuts: Cuts, copies: WeightCopies | None = None, *, tries: bool = True
     ) -> None:
         self._module, self._device, mesh = context.module, context.device, context.mesh
         self._replicas = mesh.layout.data * mesh.layout.context  # of which each has a gradient
         self._alone, self._logs_alone = mesh.layout.data == 1, mesh.layout.world_size == 1
         self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
         self._experts = context.experts
-        self._copies, self._mixing = copies, mixing
+        self._copies, self._cuts, self._tries = copies, cuts, tries
+        self._share, self._data = 1.0, mesh.layout.data
         self._mean = ReplicaMean(mesh, self._device)
         self._outcome: Outcome | None = None
         self._awaits_backward = False
@@ -50,17 +50,19 @@ class PlainStep:
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch; the output keeps its graph."""
         self._outcome = None
-        if self._mixing is not None:
-            self._mixing.mixes(call, batch, [batch], first=window.first)
-            self._mixing.counts.agreed([batch])
+        cut = self._cuts.uncut(call, batch, first=window.first) if self._tries else self._cuts.latest
+        self._share = cut.share(self._data)
         automatic, self._window = self._module.automatic_optimization, window
         compares = self._losses.compares
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
-        recording = self._recording.step(alone=self._logs_alone)
+        recording = self._recording.step(1, cut.logs, alone=self._logs_alone)
         with recording as recorder, _NOTHING if automatic else self._backwards:
+            if cut.logs:
+                recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch))
             output = self._experts.ending(call)(batch)
-            outcome = Outcome(recorder.collect(self._device), stop=stops(self._module))
+            unseen = self._cuts.trials.unseen
+            outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if compares:
             compared = loss.detach() if isinstance(loss, Tensor) and automatic else None
@@ -79,7 +81,8 @@ class PlainStep:
         """Backward by Lightning, with sums over replicas while it runs; any number of times if the user calls it."""
         self._losses.note([loss.detach()])
         self._window = window
-        self._backwards.summed(autograd, loss if window.scale == 1.0 else loss * window.scale)
+        scale = self._share * window.scale
+        self._backwards.summed(autograd, loss if scale == 1.0 else loss * scale)
         self._awaits_backward = False
 
     @contextmanager
@@ -99,6 +102,8 @@ class PlainStep:
             return None
         outcome, self._outcome = self._outcome, None
         self._mean.finish(outcome)
+        if not self._alone:
+            self._cuts.trials.note_logged(outcome)
         return outcome
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:

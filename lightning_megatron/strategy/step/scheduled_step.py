@@ -90,8 +90,7 @@ class ScheduledStep:
             self.cuts.backwards.rest(failed=True)
             raise
         self.cuts.backwards.rest()
-        logged = [key.name for key in self._outcome.logs.keys]
-        self.cuts.trials.note_logged(logged, differ=self._outcome.differ)
+        self.cuts.trials.note_logged(self._outcome)
         if self._outcome.loss is None:
             sink.finish()  # no backward of Lightning's follows
         else:
@@ -221,8 +220,8 @@ class ScheduledStep:
             losses = [loss_of(output).detach() for output in outputs]
             self._losses.note(losses)
             loss = torch.stack(losses).sum() if cut.sums else weighted_mean(losses, weights)
-            if not cut.sums and cut.total:  # of what all replicas count, rather than their mean
-                loss = loss * (sum(weights) * self._mesh.layout.data / cut.total)
+            if cut.total:  # of what all replicas count, rather than their mean
+                loss = loss * cut.share(self._mesh.layout.data)
             entries = [output.items() if isinstance(output, Mapping) else () for output in outputs]
             outputs = [{key: value for key, value in items if key != "loss"} or None for items in entries]
         if self._compares:
@@ -230,7 +229,8 @@ class ScheduledStep:
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
         written = self._batches.finish(batch, sizes, weights, step.name)
         differ = len(parts) > 1 and self._exact and recorder.differs_untold()
-        outcome = Outcome(logs, loss, output, stop=stops(self._module), differ=differ, batch=written)
+        unseen = self.cuts.trials.unseen
+        outcome = Outcome(logs, loss, output, stop=stops(self._module), differ=differ, unseen=unseen, batch=written)
         self._mean.start(outcome, trains=step.name == "training_step")
         self._mean.finish(outcome)
         return outcome

@@ -36,6 +36,7 @@ class Outcome:
         stop: whether the step has asked the Trainer to stop, on any replica.
         differ: whether, on any replica, micro-batches differ in a logged number of which no trial has told how it comes
             together.
+        unseen: whether, on any replica, the batch looks like none before it.
         batch: what the step has left in its batch; ``None`` if nothing.
     """
 
@@ -45,6 +46,7 @@ class Outcome:
     state: list[Any] = field(default_factory=list)
     stop: bool = False
     differ: bool = False
+    unseen: bool = False
     batch: BatchChanges | None = None
 
     def training_output(self) -> Any:
@@ -128,7 +130,7 @@ class ReplicaMean:
             return
         loss = outcome.loss if outcome.loss is not None else torch.zeros((), dtype=torch.float64)
         loss, rows = loss.reshape(1).to(self._device, torch.float64), outcome.logs.rows.reshape(-1)
-        mine = torch.cat([loss, rows.new_tensor([outcome.stop, outcome.differ]), rows])
+        mine = torch.cat([loss, rows.new_tensor([outcome.stop, outcome.differ, outcome.unseen]), rows])
         rows = torch.empty(self._replicas, mine.numel(), dtype=mine.dtype, device=self._device)
         work = dist.all_gather(list(rows.unbind()), mine, group=self._group, async_op=True)
         self._pending = (work, rows)
@@ -142,11 +144,11 @@ class ReplicaMean:
             work.wait()
         if outcome.loss is not None:
             outcome.loss = everyone[:, 0].mean().to(outcome.loss.dtype)
-        outcome.stop, outcome.differ = (bool(everyone[:, column].any()) for column in (1, 2))
-        gathered = everyone[:, 3:].view(self._replicas, -1, 3)
+        outcome.stop, outcome.differ, outcome.unseen = everyone[:, 1:4].any(0).tolist()
+        gathered = everyone[:, 4:].view(self._replicas, -1, 3)
         for index, key in enumerate(outcome.logs.keys):
             values, weights = gathered[:, index, 0], gathered[:, index, 1]
-            outcome.logs.rows[index, 0] = combine(key.operation, values, weights)
+            outcome.logs.rows[index, 0] = combine(key.how, values, weights)
 
     def _told(self) -> waits.Waiting:
         """What :meth:`finish` waits for, in words."""

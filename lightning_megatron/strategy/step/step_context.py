@@ -20,8 +20,8 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.logs.step_logs import Recording
-from lightning_megatron.strategy.loss.loss_checks import LossChecks
 from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.step import Outcome
 
 
@@ -82,6 +82,9 @@ class Stages(Protocol):
 
     def share_copies(self) -> None:
         """Make these copies equal again, after hooks have run; collective over the pipeline."""
+
+    def release(self) -> None:
+        """Take off what trials have put on a module that is not cut."""
 
     def settle(self) -> None:
         """Wait until the other stages have fetched what was sent to them."""

@@ -1,0 +1,192 @@
+"""What a step of several replicas has to do with the batches of the others, found out by trying.
+
+In one process all samples are of one batch. Replicas have a loss each, whose gradients are averaged, which is that of
+one process for a mean over samples. Where a replica's batch runs uncut, its loss is tried on parts of it as well: a
+mean over targets is weighted over the replicas, a sum is added up, and of anything else the user is told::
+
+    replica 0   30 tokens   mean 2.0 ┐  mean of means         (2.0 + 1.0) / 2           = 1.50   as under DDP
+    replica 1   70 tokens   mean 1.0 ┘  mean over all tokens  (30·2.0 + 70·1.0) / 100   = 1.30   one process
+
+A replica with one sample has no parts: two replicas' batches are tried instead, by all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of
+from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import extremes_over
+from lightning_megatron.strategy.loss.tables import Name
+from lightning_megatron.strategy.loss.traces import Changes
+from lightning_megatron.strategy.loss.weighing import Counted
+
+_MANY = 8  # samples of which four parts are tried, else two
+_ALIKE = 1e-6  # relative, of values that replicas write
+
+
+class TriedParts(NamedTuple):
+    """Parts of a batch that is not cut.
+
+    Attributes:
+        whole: all of their samples.
+        parts: two or more.
+        borrowed: whether they are those of two replicas.
+    """
+
+    whole: Any
+    parts: list[Any]
+    borrowed: bool = False
+
+
+class SeesGroup(TorchDispatchMode):
+    """Sees whether a step itself gathers or reduces over the replicas, whose batches then are one.
+
+    Args:
+        group: the replicas; ``None`` for one.
+
+    Attributes:
+        gathers: whether it does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group, self.gathers = group, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._group is not None and func.namespace == "c10d":  # a gather may be sent as messages between pairs
+            self.gathers |= any(group.group_name == self._group.group_name for group in _groups_in(args))
+        return func(*args, **dict(kwargs or {}))
+
+
+def pieces_of(batch: Any, mesh: ParallelMesh, device: torch.device, *, apart: bool = False) -> TriedParts | None:
+    """What to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
+
+    Args:
+        batch: of this replica.
+        mesh: the grid.
+        device: where tensors live.
+        apart: whether the parts have to be of two replicas.
+    """
+    least = min(objects.gather(samples_in(batch), mesh.group("world")))
+    if not least:
+        return None
+    count = 4 if least >= _MANY else 2
+    size = least // count
+    if size and not apart:
+        parts = [samples_of(batch, size * place, size * (place + 1)) for place in range(count)]
+        return TriedParts(samples_of(batch, 0, size * count), parts)
+    if least > _MANY:
+        return None
+    told = objects.gather(map_tensors(batch, Tensor.cpu), mesh.group("data_parallel"))[:2]
+    one, other = (map_tensors(each, lambda tensor: tensor.to(device)) for each in told)
+    both = joined(one, other)
+    found = both is not None and all(objects.gather(both is not None, mesh.group("world")))
+    return TriedParts(both, [one, other], borrowed=True) if found else None
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples can be taken apart; 0 where whole numbers beside them may point at other samples."""
+    try:
+        size = batch_size_of(batch)
+        samples_of(batch, 0, size)
+    except ValueError:
+        return 0
+    for tensor in even_tensors(batch):
+        if tensor.ndim and not (tensor.is_floating_point() or tensor.is_complex()):
+            if len(tensor) != size:
+                return 0
+            if tensor.ndim == 1 and size > 1 and torch.equal(tensor.sort().values, torch.arange(size).to(tensor)):
+                return 0
+    return size
+
+
+def joined(one: Any, other: Any) -> Any:
+    """The samples of two batches in one, if their samples are alike; else ``None``.
+
+    Example:
+        Tokens [1, 9] and [1, 9] give [2, 9]; [1, 9] and [1, 7] give nothing.
+    """
+    size, further = batch_size_of(one), batch_size_of(other)
+    tensors: list[Tensor] = []
+    map_tensors(other, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    left, fits = iter(tensors), True
+
+    def join(tensor: Tensor) -> Tensor:
+        nonlocal fits
+        beside = next(left, tensor)
+        if tensor.dim() == 0 or len(tensor) != size:
+            return tensor
+        fits &= beside.shape[:1] == (further,) and beside.shape[1:] == tensor.shape[1:]
+        return torch.cat((tensor, beside)) if fits else tensor
+
+    both = map_tensors(one, join)
+    return both if fits else None
+
+
+def count_otherwise(
+    ways: Sequence[Counted], used: Callable[[Any], float], batch: Any, group: dist.ProcessGroup, device: torch.device
+) -> bool:
+    """Whether counting in one of some ways would give the replicas other weights. Collective over them.
+
+    Args:
+        ways: of counting.
+        used: what weighs now.
+        batch: of this replica.
+        group: the replicas.
+        device: where tensors live.
+    """
+    weight = used(batch)
+    ratios = torch.tensor([way(batch) / weight if weight else math.inf for way in ways], dtype=torch.float64)
+    lowest, highest = extremes_over(ratios.to(device), group)
+    return bool((highest - lowest > 1e-9 * highest).any())
+
+
+def own_values(changes: Changes, group: dist.ProcessGroup) -> list[Name]:
+    """Names of values that a step has written otherwise on each replica. Collective over them.
+
+    Args:
+        changes: of this replica, by a step on a part of its own batch.
+        group: the replicas.
+    """
+    told = objects.gather({name: _measured(after) for name, (_, after) in changes.items()}, group)
+    names = dict.fromkeys(name for each in told for name in each)
+    return [name for name in names if any(_unlike(told[0].get(name), each.get(name)) for each in told[1:])]
+
+
+def _measured(value: Any) -> tuple[float, ...] | None:
+    """Sums that tell numbers and tensors apart; ``None`` for what is neither."""
+    if isinstance(value, Tensor):
+        plain = torch.view_as_real(value) if value.is_complex() else value
+        plain = plain.detach().double()
+        return (float(plain.numel()), float(plain.sum()), float(plain.abs().sum()))
+    if isinstance(value, (bool, int, float)):
+        return (1.0, float(value), abs(float(value)))
+    if isinstance(value, (list, tuple)):
+        each = [_measured(entry) for entry in value]
+        return None if None in each else tuple(number for entry in each if entry is not None for number in entry)
+    return None
+
+
+def _unlike(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> bool:
+    if one is None or other is None:
+        return (one is None) != (other is None)
+    pairs = zip(one, other, strict=True) if len(one) == len(other) else [(0.0, math.inf)]
+    return any(not math.isclose(a, b, rel_tol=_ALIKE) and not (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+def _groups_in(args: Any) -> Iterator[dist.ProcessGroup]:
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                yield dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue

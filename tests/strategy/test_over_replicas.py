@@ -1,0 +1,90 @@
+"""Over replicas a loss is that of one process, or the user is told in what it is each replica's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.strategy.loss.over_replicas import samples_in
+from tests.harness import one_process, run_trainers
+from tests.parity.scenario import Layout, differences
+from tests.strategy.loss_modules import WEIGHED
+from tests.strategy.test_losses import trained
+
+WIDE = pytest.mark.wide
+UNCUT: dict[str, Any] = {"micro_batch_size": "auto"}
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
+    ((1, 2), UNCUT),
+    ((1, 4), UNCUT),
+    ((1, 8), UNCUT),
+    ((1, 2), {**UNCUT, "tensor_parallel_size": 2}),
+    ((1, 2), {**UNCUT, "context_parallel_size": 2}),
+    ((1, 2), {**UNCUT, "weight_sharding": {"free": "layer"}}),
+    ((1, 2), {**UNCUT, "optimizer_sharding": False}),
+    ((1, 2), {**UNCUT, "random_streams": "layout"}),
+    ((1, 2), {"micro_batch_size": 1}),
+    ((2, 2), {"micro_batch_size": 4}),
+    ((2, 2), {**UNCUT, "pipeline_schedule": "zb-v"}),
+]
+EVERYDAY = ("padded", "late", "logs", "sum")
+ROWS = [
+    pytest.param(name, layout, arguments, marks=() if number == 0 and name in EVERYDAY else WIDE)
+    for number, (layout, arguments) in enumerate(LAYOUTS)
+    for name in WEIGHED
+    if name != "seen"
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
+def test_losses_of_replicas_count_as_in_one_process(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
+    expected = one_process(trained, None, name, {})
+    devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
+    devices *= arguments.get("context_parallel_size", 1)
+    found = run_trainers(trained, layout, name, arguments, devices=devices)[0]
+    for what in ("weights", "logged"):
+        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
+
+
+LAYOUTS_SAID: list[Any] = [
+    pytest.param((1, 2), UNCUT, id="dp2"),
+    pytest.param((2, 2), {"micro_batch_size": 4}, id="pp2xdp2", marks=WIDE),
+    pytest.param((1, 8), UNCUT, id="dp8", marks=WIDE),
+]
+SAID = {
+    "in_batch": r"two parts of a batch at once, .* it depends on which samples it sees together. Each of the \d repl",
+    "followed": r"`training_step` writes `layers.\d.mean`, .* from the samples of each of the",
+    "seen": "`training_step` writes `calls` from the samples of each of the",
+    "normed": r"`layers.0.3` \(BatchNorm1d\) computes over the samples of each of the",
+    "logs_others": r"`ratio` \(.*loss_modules.py:\d+\) for a batch is not made of what its",
+}
+
+
+@pytest.mark.parametrize(("layout", "arguments"), LAYOUTS_SAID)
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
+    found = run_trainers(trained, layout, name, arguments, devices=layout[0] * layout[1], check=False, grace=20.0)
+    assert re.search(SAID[name], f"{found[0].error}{found[0].output}"), found[0].error
+
+
+def test_nothing_is_said_where_the_user_means_each_replicas_own() -> None:
+    run_trainers(trained, (1, 2), "in_batch", {"whole_batch_loss": False}, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((torch.zeros(4, 3), torch.ones(4, dtype=torch.int64)), 4),
+        ((torch.zeros(4, 3), torch.tensor([3, 0, 1, 2])), 0),  # they may point at samples
+        ({"x": torch.zeros(6, 3), "edges": torch.zeros(2, 9, dtype=torch.int64)}, 0),
+        ({"x": torch.zeros(6, 3), "weights": torch.zeros(17)}, 6),
+        ([torch.zeros(3), torch.zeros(5)], 2),
+        (None, 0),
+        ((torch.zeros(4), object()), 0),
+    ],
+)
+def test_samples_are_taken_apart_where_no_numbers_point_at_others(batch: Any, samples: int) -> None:
+    assert samples_in(batch) == samples
