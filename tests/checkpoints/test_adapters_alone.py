@@ -10,8 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
 
-from lightning_megatron.checkpoints.files.sources import load_whole
+from lightning_megatron.checkpoints.files.adapters import Adapter
+from lightning_megatron.checkpoints.files.frozen_beside import WithFrozen
+from lightning_megatron.checkpoints.files.sources import load_whole, open_source
 from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of, saved_alone, train_small
 from tests.checkpoints.commands import command
 from tests.harness import one_process, run_trainers
@@ -93,6 +98,31 @@ def test_a_run_goes_on_from_a_checkpoint_without_the_frozen_weights(
     command("export", path, tmp_path / "adapter", "--format", "adapter")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft.PeftModel.from_pretrained(base_of("llama"), str(tmp_path / "adapter"))
-    message = command("export", path, tmp_path / "merged", "--merge-adapters", fails=True)
-    assert "it was saved without the frozen weights" in " ".join(message.split())
+        adapted = peft.PeftModel.from_pretrained(base_of("llama"), str(tmp_path / "adapter")).double()
+    merge = "export", path, tmp_path / "merged", "--merge-adapters"
+    assert "it was saved without the frozen weights" in " ".join(command(*merge, fails=True).split())
+    base_of("llama").save_pretrained(tmp_path / "base")
+    command(*merge, "--base", tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(logits_of(model), logits_of(adapted), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"model.norm.weight": torch.ones(4)}, "`--base` has no `m.model.layers.0.q_proj.weight`"),
+        (
+            {"model.layers.0.q_proj.weight": torch.ones(4, 8)},
+            r"of shape \(4, 8\), and adapter 'default' is for \(8, 4\)",
+        ),
+    ],
+)
+def test_a_folder_of_another_model_is_refused(weights: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    save_file(weights, tmp_path / "model.safetensors")
+    module = "m.model.layers.0.q_proj."
+    halves = {f"{module}lora_A.default.weight": torch.ones(2, 4), f"{module}lora_B.default.weight": torch.ones(8, 2)}
+    how = {module: {"scale": 1.0, "transposed": False, "magnitude": False}}
+    adapter = Adapter("default", "m.", {}, {name: name for name in halves}, how)
+    save_file(halves, tmp_path / "adapter.safetensors")
+    with pytest.raises(ValueError, match=message):
+        WithFrozen(open_source(tmp_path / "adapter.safetensors"), open_source(tmp_path), "m.", [adapter])

@@ -27,6 +27,7 @@ from lightning_megatron.checkpoints.files.adapters import (
     stored_entry,
 )
 from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside, saved_kinds
+from lightning_megatron.checkpoints.files.frozen_beside import WithFrozen
 from lightning_megatron.checkpoints.files.library_names import as_in_files
 from lightning_megatron.checkpoints.files.merging import merged_entries
 from lightning_megatron.checkpoints.files.prompt_encoders import made_by_encoder
@@ -166,6 +167,7 @@ def export_safetensors(
     shard_bytes: int = 5 * 1024**3,
     merge: bool = False,
     adapters: Sequence[str] = (),
+    base: Source | None = None,
 ) -> list[str]:
     """Write Hugging Face safetensors and their ``config.json``, and ``generation_config.json`` where there is one.
 
@@ -180,6 +182,7 @@ def export_safetensors(
         merge: add an adapter's update to the weights that it adapts.
         adapters: names of those to merge, one after the other, maybe with a factor (``"name=0.5"``); by default the
             only one.
+        base: the model without adapters, by the names of its module, for a checkpoint that leaves its weights out.
 
     Returns:
         The names of the tensors written, which are those of ``save_pretrained``.
@@ -198,7 +201,9 @@ def export_safetensors(
         prefix = next(iter(found))
     config = found.get(prefix) if config is None else config
     if merge:
-        entries, unties = merged_entries(source, choose_weighted(source, adapters, prefix), prefix, dtype)
+        chosen = choose_weighted(source, adapters, prefix)
+        whole = source if base is None else WithFrozen(source, base, prefix, [adapter for adapter, _ in chosen])
+        entries, unties = merged_entries(whole, chosen, prefix, dtype)
         config = _untied(config) if unties and config is not None else config
     else:
         entries = _entries(source, prefix, dtype)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoints.files.adapters import Adapter, TensorToWrite, stored_entry
+from lightning_megatron.checkpoints.files.adapters import Adapter, Tensors, TensorToWrite, stored_entry
 from lightning_megatron.checkpoints.files.prompt_encoders import has_encoder
-from lightning_megatron.checkpoints.files.sources import Source
 from lightning_megatron.checkpoints.state.stored import optimizer_names
 
 _HALVES = ("lora_{}.{}.weight", "lora_embedding_{}.{}")
@@ -42,7 +41,7 @@ Weighted = tuple[Adapter, float]
 
 
 def merged_entries(
-    source: Source, adapters: Sequence[Weighted], prefix: str, dtype: torch.dtype | None
+    source: Tensors, adapters: Sequence[Weighted], prefix: str, dtype: torch.dtype | None
 ) -> tuple[dict[str, TensorToWrite], bool]:
     """The tensors of the adapted model with adapters added to them, one after the other.
 
@@ -80,14 +79,14 @@ def merged_entries(
     return entries, bool(apart)
 
 
-def _names(source: Source, prefix: str) -> dict[str, str]:
+def _names(source: Tensors, prefix: str) -> dict[str, str]:
     """Names of the model's tensors, those that share a tensor too -> the name that it is stored under."""
     optimizers = {stored for stored, *_ in optimizer_names(source.kinds)}
     names = {name: name for name in source.kinds if name not in optimizers} | dict(source.aliases)
     return {name: stored for name, stored in names.items() if name.startswith(prefix)}
 
 
-def _check(source: Source, adapter: Adapter, weight: float) -> None:
+def _check(source: Tensors, adapter: Adapter, weight: float) -> None:
     known = (*(half.format(each, adapter.name) for half in _HALVES for each in "AB"), _MAGNITUDE.format(adapter.name))
     more = [n for n in (adapter.tensors or {}).values() if not n.endswith(known) and _SAVED not in n]
     kind = str(adapter.config.get("peft_type"))
@@ -115,19 +114,19 @@ def _check(source: Source, adapter: Adapter, weight: float) -> None:
     )
 
 
-def _check_base(source: Source, adapter: Adapter) -> None:
+def _check_base(source: Tensors, adapter: Adapter) -> None:
     names = {*source.kinds, *source.aliases}
     missing = [f"{module}base_layer.weight" for module in adapter.updates or {}]
     missing = [name for name in missing if name not in names]
     if missing:
         raise ValueError(
             f"the checkpoint has no `{missing[0]}`, which adapter {adapter.name!r} is added to: it was saved without "
-            "the frozen weights. Write the adapter alone with `--format adapter`, and merge it with peft's "
-            "`merge_and_unload`."
+            "the frozen weights. Name the folder that has them with `--base`, or write the adapter alone with "
+            "`--format adapter`."
         )
 
 
-def _unmergeable(source: Source, adapter: Adapter, more: list[str]) -> str | None:
+def _unmergeable(source: Tensors, adapter: Adapter, more: list[str]) -> str | None:
     """What peft cannot merge either."""
     if "num_virtual_tokens" in adapter.config:
         return "puts learned tokens before the text"
@@ -137,7 +136,7 @@ def _unmergeable(source: Source, adapter: Adapter, more: list[str]) -> str | Non
 
 
 def _origins(
-    source: Source, adapters: Sequence[Adapter], names: Mapping[str, str], prefix: str
+    source: Tensors, adapters: Sequence[Adapter], names: Mapping[str, str], prefix: str
 ) -> tuple[dict[str, _Origin], dict[str, str]]:
     """By the names that the model alone has: where its tensors come from, and which they were before any adapter."""
     changed = {name.rpartition(".lora_")[0] for name in names}
@@ -176,12 +175,12 @@ def _saved(adapters: Sequence[Adapter], names: Mapping[str, str]) -> dict[str, s
     return found
 
 
-def _updates(source: Source, adapters: Sequence[Adapter], module: str) -> tuple[tuple[int, str], ...]:
+def _updates(source: Tensors, adapters: Sequence[Adapter], module: str) -> tuple[tuple[int, str], ...]:
     found = ((place, _updated(source, adapter, module)) for place, adapter in enumerate(adapters))
     return tuple((place, name) for place, name in found if name)
 
 
-def _updated(source: Source, adapter: Adapter, module: str) -> str:
+def _updated(source: Tensors, adapter: Adapter, module: str) -> str:
     """The name under which a module's update is noted, which may be another one; empty if this adapter has none."""
     updates = adapter.updates or {}
     if module in updates:
@@ -200,7 +199,7 @@ def _tied(bases: Mapping[str, str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _entry(source: Source, adapters: Sequence[Weighted], origin: _Origin, dtype: torch.dtype | None) -> TensorToWrite:
+def _entry(source: Tensors, adapters: Sequence[Weighted], origin: _Origin, dtype: torch.dtype | None) -> TensorToWrite:
     entry = stored_entry(source, origin.stored, dtype)
     read: Callable[[], Tensor] | None = None
     for place, module in origin.modules:
@@ -214,7 +213,7 @@ def _entry(source: Source, adapters: Sequence[Weighted], origin: _Origin, dtype:
 class _Merge:
     """Reads a weight with an update added, computed in float32, or float64 for weights in it."""
 
-    source: Source
+    source: Tensors
     weight: str
     module: str
     adapter: str

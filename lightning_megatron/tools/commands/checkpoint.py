@@ -119,6 +119,10 @@ def export_(
         list[str] | None,
         typer.Option(help="Name of the adapter, if there are several; to merge several, repeat it: A, or A=0.5."),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model, for a checkpoint without the frozen weights (--merge-adapters)."),
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer is copied beside the weights.")] = None,
     trust: _Trust = False,
 ) -> None:
@@ -129,6 +133,8 @@ def export_(
         raise typer.BadParameter(f"`--format {form}` must be lightning, safetensors or adapter.")
     if merge and form != "safetensors":
         raise typer.BadParameter(f"`--merge-adapters` is for `--format safetensors`, not {form}.")
+    if base is not None and not merge:
+        raise typer.BadParameter("`--base` is for `--merge-adapters`, which adds an adapter to its weights.")
     if tokenizer is not None and form == "lightning":
         raise typer.BadParameter("`--tokenizer` is for folders, and `--format lightning` writes one file.")
     if form == "adapter" and len(adapter or ()) > 1:
@@ -154,6 +160,7 @@ def export_(
             names = export_adapter(source, to, adapter=next(iter(adapter or ()), None), dtype=chosen)
         else:
             options: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "merge": merge, "adapters": adapter or ()}
+            options["base"] = None if base is None else _open_base(base)
             names = export_safetensors(source, to, prefix=prefix, dtype=chosen, config=content, **options)
         for file in vocabulary:
             shutil.copy(file, to / file.name)
@@ -208,6 +215,13 @@ def _open(path: str, trust: bool) -> Any:
         from lightning_megatron.checkpoints.files.sources import open_source
 
         return open_source(path, trust=trust)
+
+
+def _open_base(folder: Path) -> Any:
+    _check_exists(str(folder))
+    from lightning_megatron.checkpoints.files.library_names import open_weights
+
+    return open_weights(folder)
 
 
 def _check_exists(path: str) -> None:
