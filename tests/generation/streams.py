@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_megatron import MegatronStrategy, load_hf_weights
-from tests.generation.folders import TEXTS, make_tokenizer
+from tests.generation.folders import TEXTS, experts_of, make_tokenizer
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 
@@ -38,7 +38,7 @@ class FromFolder(pl.LightningModule):
         if self.model is None:
             with torch.device("meta"):
                 config = AutoConfig.from_pretrained(self.folder)
-                self.model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+                self.model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, **experts_of(config))
             self.model.eval()
             load_hf_weights(self, self.folder)
 
@@ -67,6 +67,7 @@ def streamed(
     streaming: Any,
     in_memory: bool = False,
     others: dict[str, Any] | None = None,
+    texts: list[str] = TEXTS,
 ) -> dict[str, Any]:
     """Tokens of lists, logits, a loss, and the bytes of weights; with ``others`` of the strategy's options."""
     strategy: Any = MegatronStrategy(*sizes, weight_streaming=streaming, **(others or {}))
@@ -75,7 +76,7 @@ def streamed(
     logits: Any = trainer.predict(module, loader())
     loss = trainer.validate(module, loader(), verbose=False)[0]["loss"]
     words = make_tokenizer()
-    ids = [words(text)["input_ids"] for text in TEXTS]
+    ids = [words(text)["input_ids"] for text in texts]
     tokens = [strategy.generate(ids, batch_size=2, max_new_tokens=6, **options) for options in OPTIONS]
     own = strategy.run.assembled.streamed.windows if streaming is not None else None
     if own is None:

@@ -202,7 +202,9 @@ def export_safetensors(
     config = found.get(prefix) if config is None else config
     if merge:
         chosen = choose_weighted(source, adapters, prefix)
-        whole = source if base is None else WithFrozen(source, base, prefix, [adapter for adapter, _ in chosen])
+        whole: Tensors = (
+            source if base is None else WithFrozen(source, base, prefix, [adapter for adapter, _ in chosen])
+        )
         entries, unties = merged_entries(whole, chosen, prefix, dtype)
         config = _untied(config) if unties and config is not None else config
     else:
