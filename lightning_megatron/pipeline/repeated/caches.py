@@ -59,8 +59,8 @@ class Caches:
             if is_cache(value):
                 self.found.append(value)
                 for _, part in _parts(value):
-                    for layer in part.layers:
-                        _check(layer, name)
+                    for held in set(map(type, part.layers)):
+                        _check(held, name)
             elif kind.__module__.startswith(_LIBRARY) and "ache" in kind.__name__:
                 _refuse(kind.__name__, name)
 
@@ -111,8 +111,7 @@ def _parts(cache: Any) -> Iterator[tuple[str, Any]]:
     yield from inner or [("", cache)]
 
 
-def _check(layer: Any, name: str) -> None:
-    kind = type(layer)
+def _check(kind: type, name: str) -> None:
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.cache_utils"):
         _refuse(kind.__name__, name)
 

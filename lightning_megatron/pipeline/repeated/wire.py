@@ -7,6 +7,9 @@ different ways (code that looks at the rank, for instance), and the run is refus
     header   kind, unit, turn, dtype, shape      a single tensor: its numbers follow
              kind, unit, turn, bytes             a nest: its description follows, then each tensor
              kind, -, -                          this stage's code has ended
+
+Loops call the same again and again. So a message has room behind its header for what came with the message that
+followed that stage's last unit before, which all stages have heard: a token's hidden state is one message, and not two.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from lightning_megatron.mesh.pickling import HeldGroup
 
 _HEADER = 14
 _SHAPE = 5  # where it begins
+_HEADER_BYTES = 8 * _HEADER
+_MOST_ROOM = 1 << 20  # bytes that a message may have too many of where it brings less than the one before
 _TENSOR, _NEST, _END = 1, 2, 3
 _TAG = (1 << 20) + 7
 _DTYPES = (
@@ -50,6 +55,37 @@ class _Given:
     """Stands for a cache that the call was given."""
 
     place: int
+
+
+class _Rooms:
+    """By stage, the bytes behind the header of its next message; the same at all stages, which hear all messages.
+
+    >>> rooms = _Rooms()
+    >>> for unit, brought in ((0, 64), (1, 8), (0, 64), (1, 8)):
+    ...     room = rooms.behind(stage=0)
+    ...     rooms.note(0, unit, brought)
+    >>> rooms.behind(stage=0), rooms.behind(stage=1)
+    (64, 0)
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        self._brought: dict[tuple[int, int], int] = {}
+
+    def behind(self, stage: int) -> int:
+        """Bytes that what followed this stage's last unit the time before has brought; 0 if it is not known."""
+        return self._brought.get((stage, self._last.get(stage, -1)), 0)
+
+    def note(self, stage: int, unit: int, brought: int) -> None:
+        """A message of a stage has been told, or heard.
+
+        Args:
+            stage: whose.
+            unit: it was about.
+            brought: bytes of its tensor, or of the description of its nest.
+        """
+        self._brought[stage, self._last.get(stage, -1)] = brought if brought <= _MOST_ROOM else 0
+        self._last[stage] = unit
 
 
 class Wire:
@@ -78,10 +114,11 @@ class Wire:
         self._group, self.ranks, self._stage, self._device = HeldGroup(group), ranks, stage, device
         self._turn, self._ahead = 0, ahead
         self._told: list[tuple[Started, Tensor]] = []
+        self._rooms = _Rooms()
 
     def begin(self) -> None:
         """Start counting."""
-        self._turn = 0
+        self._turn, self._rooms = 0, _Rooms()
 
     def tell(self, unit: int, value: Any, note: Any, caches: list[Any]) -> None:
         """Tell all other stages what a layer or part gave.
@@ -95,14 +132,13 @@ class Wire:
         self._turn += 1
         plain = type(value) is Tensor and note is None and value.ndim <= _HEADER - _SHAPE
         if plain:
-            self._send_header(_TENSOR, unit, self._turn, _DTYPES.index(value.dtype), value.ndim, *value.shape)
-            self._send(value)
+            header = _TENSOR, unit, self._turn, _DTYPES.index(value.dtype), value.ndim, *value.shape
+            self._send_message(value, *header)
             return
         leaves, spec = pytree.tree_flatten(value, is_leaf=is_cache)
         slots = [_described(leaf, caches) for leaf in leaves]
         blob = objects.encode((pytree.tree_unflatten(slots, spec), note))
-        self._send_header(_NEST, unit, self._turn, blob.numel())
-        self._send(blob.to(self._device))
+        self._send_message(blob.to(self._device), _NEST, unit, self._turn, blob.numel())
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._send(leaf)
@@ -120,12 +156,12 @@ class Wire:
             RuntimeError: that stage's code calls something else, or has ended.
         """
         self._turn += 1
-        kind, told, turn, first, *rest = self._header(stage)
+        (kind, told, turn, first, *rest), behind = self._message(stage)
         if kind == _END or (told, turn) != (unit, self._turn):
             _refuse(name, stage, ended=kind == _END)
         if kind == _TENSOR:
-            return self._receive(stage, tuple(rest[1 : 1 + rest[0]]), _DTYPES[first]), None
-        blob = self._receive(stage, (first,), torch.uint8)
+            return self._brought(stage, unit, behind, tuple(rest[1 : 1 + rest[0]]), _DTYPES[first]), None
+        blob = self._brought(stage, unit, behind, (first,), torch.uint8)
         nest, note = objects.decode(blob)
         is_leaf = lambda leaf: isinstance(leaf, (_Slot, _Given))  # noqa: E731
         slots, spec = pytree.tree_flatten(nest, is_leaf=is_leaf)
@@ -152,31 +188,60 @@ class Wire:
         """
         for stage in range(len(self.ranks)):
             if stage == self._stage:
-                self._send_header(_END, -1, -1, 0)
-            elif self._header(stage)[0] != _END:
+                self._send_message(torch.empty(0), _END, -1, -1, 0)
+            elif self._message(stage)[0][0] != _END:
                 _refuse("", stage, ended=False)
 
-    def _send_header(self, *entries: int) -> None:
+    def _send_message(self, brought: Tensor, *entries: int) -> None:
+        """Send a header, and what it brings in the room behind it, or else in a message of its own."""
+        size, room = brought.numel() * brought.element_size(), self._rooms.behind(self._stage)
         header = torch.zeros(_HEADER, dtype=torch.int64)
         header[: len(entries)] = torch.tensor(entries, dtype=torch.int64)
-        self._send(header.to(self._device))
+        message = torch.zeros(_HEADER_BYTES + room, dtype=torch.uint8, device=self._device)
+        message[:_HEADER_BYTES] = header.view(torch.uint8).to(self._device)
+        fits = 0 < size <= room
+        if fits:
+            numbers = _as_numbers(brought.detach().contiguous()).reshape(-1).view(torch.uint8)
+            message[_HEADER_BYTES : _HEADER_BYTES + size] = numbers
+        self._launch(message)
+        if not fits:
+            self._send(brought)
+        self._rooms.note(self._stage, entries[1], size)
 
-    def _header(self, stage: int) -> list[int]:
-        entries: list[int] = self._receive(stage, (_HEADER,), torch.int64).tolist()
-        return entries
+    def _message(self, stage: int) -> tuple[list[int], Tensor]:
+        """Entries of a stage's next header, and what has come behind it."""
+        message = self._receive(stage, (_HEADER_BYTES + self._rooms.behind(stage),), torch.uint8)
+        with _no_inference():
+            entries: list[int] = message[:_HEADER_BYTES].view(torch.int64).tolist()
+            return entries, message[_HEADER_BYTES:]
+
+    def _brought(self, stage: int, unit: int, behind: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor of a message: from behind its header if it has fitted there, or else the message that follows."""
+        size = math.prod(shape) * dtype.itemsize
+        self._rooms.note(stage, unit, size)
+        if not 0 < size <= behind.numel():
+            return self._receive(stage, shape, dtype)
+        with _no_inference():
+            tensor = torch.empty(0, dtype=dtype, device=self._device)  # no view: code may write into what it was given
+            return tensor.set_(behind.untyped_storage(), _HEADER_BYTES // dtype.itemsize, shape)
 
     def _send(self, tensor: Tensor) -> None:
         if not tensor.numel():
             return
         data = _as_numbers(tensor.detach().contiguous())
-        if not self._ahead:
-            self._wait(self._start(data, self._stage), data)
-            return
-        data = data.clone() if data.data_ptr() == tensor.data_ptr() else data  # it may be written into meanwhile
-        self._told.append((self._start(data, self._stage), data))
+        if self._ahead and data.data_ptr() == tensor.data_ptr():
+            data = data.clone()  # it may be written into meanwhile
+        self._launch(data)
+
+    def _launch(self, data: Tensor) -> None:
+        started = self._start(data, self._stage)
+        if self._ahead:
+            self._told.append((started, data))
+        else:
+            self._wait(started, data)
 
     def _receive(self, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with _no_inference():
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
         if math.prod(shape):
             data = _as_numbers(tensor)
@@ -190,6 +255,11 @@ class Wire:
 
     def _wait(self, work: Started, data: Tensor) -> None:
         wait_for(work, "broadcast", data, self._group.group)
+
+
+def _no_inference() -> Any:
+    """Around what makes tensors that code may keep for a step with gradients."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:
