@@ -53,7 +53,7 @@ from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointI
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.equal_replicas import comparisons
 from lightning_megatron.strategy.step.step import Accumulation, Outcome
-from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights
+from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights, weights_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -242,14 +242,16 @@ class Run:
         call = self.assembled.in_step(call)
         if name != "predict_step" or self._experts is not None:  # else replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
-        with self._processes.naming_failures(), context():
-            self.engine.model_gradients.finish_gather()
+        with self._processes.naming_failures(), context(), self._weights(name, batch):
             with self._replicas, self._late.explaining():
                 outcome = self.engine.evaluate(call, batch, name)
             if name != "predict_step":
                 self._rows.share()
             self._take(outcome)
             return outcome.output
+
+    def _weights(self, name: str, batch: Any) -> AbstractContextManager[None]:
+        return weights_of(self.engine.model_gradients, self.module, name, batch)
 
     def agree_on_stopping(self) -> None:
         """Let no rank train on where another is to stop; collective over the world."""

@@ -159,7 +159,6 @@ def test_weights_are_those_of_one_process(
         row("hooked", "hooked", (1, 2, 1), {"accumulate_grad_batches": 2}, wide=False),
         row("hooked-pp2", "hooked", (2, 2, 1), {}),
         row("writing-tp2", "writing", (1, 2, 2), {}),
-        row("validated", "validated", (1, 2, 1), {"limit_val_batches": 2, "val_check_interval": 1}),
     ],
 )
 def test_code_that_looks_at_weights_sees_whole_ones(
@@ -167,6 +166,41 @@ def test_code_that_looks_at_weights_sees_whole_ones(
 ) -> None:
     sums = {"weight_sharding": {"sum": "micro_batch"}} if trainer.get("sums") else SPREAD
     check(Setup(layout, sums, {name: value for name, value in trainer.items() if name != "sums"}), module)
+
+
+_VALIDATES = {"limit_val_batches": 2, "val_check_interval": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "precision"),
+    [
+        row("dp2", (1, 2, 1), {}, "64-true", wide=False),
+        row("pp2", (2, 2, 1), {"evaluation_micro_batch_size": 2, "weight_sharding": {"free": "layer"}}, "64-true"),
+        row("tp2", (1, 2, 2), {}, "64-true"),
+        row("bf16", (1, 2, 1), {}, "bf16-mixed"),
+    ],
+)
+def test_validation_holds_two_layers_at_a_time(
+    layout: tuple[int, int, int], options: dict[str, Any], precision: str
+) -> None:
+    setup = Setup(layout, {**SPREAD, **options}, _VALIDATES)
+    if precision == "64-true":
+        values = check(setup, "validated")
+    else:
+        whole = replace(setup, strategy={})
+        wanted = run_trainers(spread, whole, "validated", None, precision, devices=setup.devices)[0].value
+        values = [o.value for o in run_trainers(spread, setup, "validated", None, precision, devices=setup.devices)]
+        assert all(value["metrics"] == wanted["metrics"] for value in values)
+    for value in values:
+        count = value["count"]
+        assert len(count["evaluating"]) == 2 * 8, "two batches behind each step"
+        assert 0 < max(count["evaluating"]) <= 2 * count["largest"], "a layer, and the next one"
+
+
+@pytest.mark.parametrize("module", ["validated twice", "validated unevenly"])
+def test_weights_are_whole_where_replicas_may_validate_on_other_layers(module: str) -> None:
+    for value in check(Setup((1, 2, 1), SPREAD, _VALIDATES), module):
+        assert value["count"]["evaluating"] == []
 
 
 def test_nothing_is_whole_between_steps_for_a_callback_that_cannot_look() -> None:

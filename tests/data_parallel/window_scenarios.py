@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +202,25 @@ class Validated(SharedTask):
         self.log("val", self.net(*batch)[1], sync_dist=True)
 
 
+class ValidatedTwice(Validated):
+    """Calls the model as often as its batch says."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(1 + self.global_rank):
+            loss = self.net(*batch)[1]
+        self.log("val", loss, sync_dist=True)
+
+
+class ValidatedUnevenly(Validated):
+    """Replicas validate on batches of other sizes."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.net(*batch)[1].isfinite()
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        return super().collate(samples if self.trainer.training or self.global_rank == 0 else samples[:1])
+
+
 class Failing(SharedTask):
     """Fails in the second step.
 
@@ -256,6 +277,8 @@ MODULES: dict[str, Any] = {
     "tied": Tied,
     "unreported": Unreported,
     "validated": Validated,
+    "validated twice": ValidatedTwice,
+    "validated unevenly": ValidatedUnevenly,
 }
 CALLBACKS: dict[str, Any] = {
     "counts": Counts,
@@ -279,6 +302,7 @@ class Count:
         whole: bytes of all weights that are spread.
         kept: bytes of this rank's shards.
         saving: bytes of whole weights whenever a checkpoint was written.
+        evaluating: the most bytes of whole weights in each step of evaluation that opens layers one by one.
     """
 
     between: list[int] = field(default_factory=list)
@@ -290,6 +314,7 @@ class Count:
     kept: int = 0
     largest: int = 0
     saving: list[int] = field(default_factory=list)
+    evaluating: list[int] = field(default_factory=list)
 
 
 def spread(
@@ -351,13 +376,24 @@ def spread(
         count.saving.append(sum(window.live_bytes for window in found.values()))
         saves(self, *arguments)
 
+    evaluates = StepWindows.evaluation
+
+    @contextmanager
+    def evaluating(self: StepWindows) -> Iterator[None]:
+        now[0] = 0
+        with evaluates(self):
+            yield
+            count.evaluating.append(now[0])
+        assert not any(window.live_bytes for window in self.windows), "nothing is whole behind it"
+
+    StepWindows.evaluation = evaluating  # type: ignore[method-assign]
     Saving.save = saving  # type: ignore[method-assign]
     Bucket.allocate = allocating  # type: ignore[method-assign]
     try:
         trainer.fit(task, ckpt_path=resume)
     finally:
         Window.open, StepWindows.end_step, Window.start = opens, ends, starts  # type: ignore[method-assign]
-        Saving.save = saves  # type: ignore[method-assign]
+        Saving.save, StepWindows.evaluation = saves, evaluates  # type: ignore[method-assign]
         Bucket.allocate = allocates  # type: ignore[method-assign]
     whole = trainer.strategy.full_state_dict() if setup.layout is not None else task.state_dict()
     own = {name: bool(p.isnan().any()) for name, p in task.named_parameters() if not p.is_meta}

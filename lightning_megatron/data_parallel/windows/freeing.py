@@ -90,16 +90,19 @@ class Freeing:
             self.chosen = "free='layer', as a step has one micro-batch"
             return
         needs = _ROOM * sum(p.numel() * p.element_size() for window in self._windows for p in window.parameters)
-        least = min(self._everywhere(self._room() if self._least is None else self._least))
+        least = min(self.everywhere(self._room() if self._least is None else self._least))
         self.keeps = least >= needs
         self.chosen = (
             f"free={'step' if self.keeps else 'layer'!r}, as layers run {times} times in a step, and of the "
             f"{_words(needs)} that should be free to keep them, {_words(least)} are at its fullest moment"
         )
 
-    def _everywhere(self, free: int) -> list[int]:
-        bucket = next(bucket for window in self._windows for bucket in window.buckets)
-        own = torch.tensor([free], device=bucket.parameters[0].device)
+    def everywhere(self, number: int) -> list[int]:
+        """A number of each replica that shares the weights; empty where none are shared. Collective over them."""
+        bucket = next((bucket for window in self._windows for bucket in window.buckets), None)
+        if bucket is None:
+            return []
+        own = torch.tensor([number], device=bucket.parameters[0].device)
         return [int(each) for each in raw_all_gather(own, 0, bucket.sharing.shard_group).tolist()]
 
 

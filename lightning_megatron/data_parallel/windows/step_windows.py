@@ -5,7 +5,8 @@
     forward     F0 opens 0, closes 0 │ F1 opens 1, closes 1 │ ...
     backward    ... │ B1 opens 1 │ B0 opens 0             the two windows used last stay open
     meanwhile   the next window of the step before is gathered, once another one has been closed
-    between     all closed; whole while something asks for the weights, such as a checkpoint or an evaluation
+    evaluation  as forward, where it runs the same layers on all replicas
+    between     all closed; whole while something asks for the weights, such as a hook
 
 In a backward a window is opened by the gradient of the layer's output, by autograd where it reads a weight that it has
 saved, and by the layer's forward where that is recomputed. Code that uses a layer's weights without calling the layer
@@ -66,7 +67,7 @@ class StepWindows:
         watches_weights: bool = False,
     ) -> None:
         asked = asked or ShardedWeights()
-        self._ahead, self._sums = Ahead(), asked.sums == "micro_batch"
+        self._ahead, self._evaluated, self._sums = Ahead(), Ahead(), asked.sums == "micro_batch"
         self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
         trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
@@ -170,6 +171,32 @@ class StepWindows:
             if not (window.held or self.freeing.keeps):
                 self._forget(window)
                 window.close()
+
+    @property
+    def opens_in_evaluation(self) -> bool:
+        """Whether weights are spread now, and there is no reason to make all of them whole for a step of evaluation."""
+        return self.stays_spread and not (self.freeing.keeps or self._active) and self.place is not None
+
+    def are_equal(self, number: int) -> bool:
+        """Whether a number is the same on all replicas that share the weights of a window; collective over them."""
+        return len(set(self.freeing.everywhere(number))) < 2
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around a step of evaluation, in which layers open and close as in a forward; collective over the replicas,
+        which must run the same layers.
+        """
+        self._hide_all()
+        ahead, self._ahead = self._ahead, self._evaluated
+        self._ahead.begin()
+        self._active, self._behind = True, False
+        try:
+            with UseWatch(self.hold_used):
+                yield
+        finally:
+            self._active, self._ahead = False, ahead
+        self._agreement.read()
+        self._hide_all()
 
     def hold_all(self) -> None:
         """Make all weights whole, to the end of the step; collective over the replicas."""

@@ -8,6 +8,7 @@ where its code, as far as it can be read, names the model no more than once.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,24 @@ def calls_again(context: StepContext, call: Callable[[Any], Any], part: Any) -> 
     outcome = stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)
     stages.settle()
     return isinstance(outcome.output, StartOver)
+
+
+@functools.lru_cache(maxsize=16)
+def calls_once(kind: type, name: str, layers: tuple[str, ...]) -> bool:
+    """Whether the code of a step names what has the layers in it exactly once, outside of loops; not if that cannot be
+    told.
+
+    Args:
+        kind: of the user's module.
+        name: of the step.
+        layers: their names.
+    """
+    holders = {".".join(("self", *layer.split(".")[:end])) for layer in layers for end in range(layer.count(".") + 1)}
+    mentions = re.compile("|".join(rf"\b{re.escape(holder)}(?:\.forward)?(?=[(,)])" for holder in sorted(holders)))
+    code = [re.sub(r"\bdef \w+\(\s*self\b", "def _(", each) for each in sources(kind, name)]
+    if not all(code) or any(_LOOPS.search(each) or "super()" in each or ".generate(" in each for each in code):
+        return False
+    return len(mentions.findall("\n".join(code))) == 1
 
 
 def may_call_again(module: pl.LightningModule, layers: str) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
@@ -16,7 +19,9 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
+from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.strategy.assembly.assembled import Assembled
+from lightning_megatron.strategy.generation.first_try import calls_once
 from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
@@ -125,6 +130,36 @@ def end_step(gradients: ModelGradients, processes: Processes) -> None:
     chosen, where = gradients.end_step(), processes.mesh.coordinates
     if chosen and where.data == where.tensor == where.context == 0:
         _log.info("%s: `weight_sharding` goes on with %s.", processes.place, chosen)
+
+
+def weights_of(
+    gradients: ModelGradients, module: pl.LightningModule, name: str, batch: Any
+) -> AbstractContextManager[None]:
+    """Around a step of evaluation: whole weights, or a layer's at a time where they are spread over replicas which, by
+    its code, all run the same layers in it. Collective over the replicas.
+
+    Args:
+        gradients: of the module.
+        module: the user's.
+        name: of the step.
+        batch: of this replica.
+    """
+    windows = gradients.windows
+    if windows is not None and windows.opens_in_evaluation and name != "predict_step":
+        once = calls_once(type(module), name, tuple(window.name for window in windows.windows))
+        if once and windows.are_equal(_samples(batch)):
+            gradients.finish_gather(spread=False)
+            return windows.evaluation()
+    gradients.finish_gather()
+    return nullcontext()
+
+
+def _samples(batch: Any) -> int:
+    """Number of samples of a batch; where that cannot be told, a number that no other replica has."""
+    try:
+        return batch_size_of(batch)
+    except ValueError:
+        return -1 - dist.get_rank()
 
 
 def show_weights(gradients: ModelGradients, processes: Processes) -> None:
