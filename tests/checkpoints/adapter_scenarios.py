@@ -68,6 +68,8 @@ def config_of(kind: str) -> peft.PeftConfig:
         return peft.PrefixTuningConfig(
             num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
         )
+    if kind == "pissa":
+        return peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa", task_type="CAUSAL_LM", r=4)
     if kind == "adalora":
         ranks = {"init_r": 4, "target_r": 2, "total_step": 6, "tinit": 0, "tfinal": 1, "init_lora_weights": False}
         return peft.AdaLoraConfig(target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM", **ranks)  # type: ignore[arg-type]

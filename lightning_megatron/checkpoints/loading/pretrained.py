@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.files.sources import Source
-from lightning_megatron.checkpoints.loading.adapted import match_adapted
+from lightning_megatron.checkpoints.loading.adapted import match_adapted, names_in_files
 from lightning_megatron.checkpoints.state.stored import Match, aliases, match
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
@@ -34,6 +34,12 @@ class _Later:
     """Where weights come from once the module is divided, as asked for in ``configure_model``."""
 
     path: Any
+
+
+_ADAPTED = (
+    " The module has adapters, and a folder of its model has none: read both from a checkpoint that has them, or merge "
+    "them into a folder (`lightning-megatron checkpoint export CHECKPOINT FOLDER --merge-adapters`)."
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ def match_weights(
     if (found.missing or found.reshaped) and built:
         found = match_adapted(source, shapes, further, path, built, find_prefix) or found
     if found.missing or found.reshaped:
-        raise RuntimeError(f"the weights in {path} do not fit: {found}.")
+        out = _ADAPTED if not built and len(names_in_files(shapes)) < len(shapes) else ""
+        raise RuntimeError(f"the weights in {path} do not fit: {found}.{out}")
     if found.unexpected and not (dist.is_initialized() and dist.get_rank()):
         warnings.warn(f"{path} holds weights that the module has no place for: {found.unexpected}", stacklevel=2)
     return found

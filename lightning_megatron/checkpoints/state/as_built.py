@@ -15,7 +15,7 @@ tensor whose values cannot be told (memory that nobody has written to, numbers o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.checkpoints.state.adapted import names_in_files
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.draws.construction import Construction, MetaPlace, seen_at
 from lightning_megatron.mesh.marks import Marks
@@ -47,10 +48,12 @@ class _Built:
     Attributes:
         places: in which construction, and where in it.
         in_order: whether random numbers are those of one process. Otherwise they are drawn for what is here only.
+        read: names of tensors that need no values, as files have them.
     """
 
     places: Mapping[str, tuple[Construction, MetaPlace]]
     in_order: bool
+    read: Set[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def note_places(module: nn.Module, constructions: list[Construction], *, in_orde
     Args:
         module: as its author's code has built it.
         constructions: what may have.
-        in_order: whether random numbers are to be those of one process; not worth its time where files have the values.
+        in_order: whether all of them get random numbers. Otherwise files have the values, and what they lack, such as
+            adapters, gets the numbers that it has in one process behind ``from_pretrained``, which draws none.
     """
     places, unknown = dict[str, tuple[Construction, MetaPlace]](), set[str]()
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -92,8 +96,20 @@ def note_places(module: nn.Module, constructions: list[Construction], *, in_orde
         Marks.of(module).put(_Computed(_sources(places)))
     constructions.clear()
     known = {name: place for name, place in places.items() if unit_of(parent(name)) not in unknown}
+    read = set[str]() if in_order else _read_from_files(module, known)
     if known:
-        Marks.of(module).put(_Built(known, in_order))
+        Marks.of(module).put(_Built(known, in_order or 0 < len(read) < len(known), read))
+
+
+def _read_from_files(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of some names that files of the Hugging Face models in a module have; they have no transient buffers."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return set()
+    models = [f"{name}." for name, child in module.named_modules() if isinstance(child, library.PreTrainedModel)]
+    transient = {f"{n}.{leaf}".lstrip(".") for n, c in module.named_modules() for leaf in c._non_persistent_buffers_set}
+    starts = tuple(f".{start}" for start in models)
+    return {name for name in names_in_files(names) if name not in transient and f".{name}".startswith(starts)}
 
 
 def _sources(places: Mapping[str, tuple[Construction, MetaPlace]]) -> dict[str, list[str]]:
@@ -101,6 +117,11 @@ def _sources(places: Mapping[str, tuple[Construction, MetaPlace]]) -> dict[str, 
     for name, (construction, place) in places.items():
         named.setdefault((construction, place.memory), []).append(name)
     before = {construction: construction.sources() for construction, _ in places.values()}
+    earlier: dict[tuple[Construction, int], list[str]] = {}  # values that a tensor had before it was given others
+    for name, (each, place) in places.items():
+        for memory in before[each].get(place.memory, frozenset()) - {known for of, known in named if of is each}:
+            earlier.setdefault((each, memory), []).append(name)
+    named |= earlier
     return {
         name: [other for memory in before[each].get(place.memory, ()) for other in named.get((each, memory), ())]
         for name, (each, place) in places.items()
@@ -129,6 +150,9 @@ def fill_as_built(
     built = Marks.of(module).take(_Built)
     if built is None:
         return
+    undrawn: dict[Construction, set[int]] = {}
+    for name in built.read if built.in_order else ():
+        undrawn.setdefault(built.places[name][0], set()).add(built.places[name][1].memory)
     wanted: dict[Construction, dict[int, list[Callable[[torch.UntypedStorage], None]]]] = {}
     for construction, _ in built.places.values():
         if construction not in wanted:
@@ -143,12 +167,14 @@ def fill_as_built(
                 continue
             construction, place = built.places[full]
             local = _allocated(child, leaf, tensor, device, memo)
+            if place.memory in undrawn.get(construction, ()):
+                continue
             take = _Taker(local, place, table.get(full))
             wanted[construction].setdefault(place.memory, []).append(take)
     if values:
         for construction, takers in wanted.items():
             each = {memory: _All(these) for memory, these in takers.items()}
-            construction.replay(each, None if built.in_order else base_seed)
+            construction.replay(each, None if built.in_order else base_seed, undrawn.get(construction, frozenset()))
 
 
 class _Taker:

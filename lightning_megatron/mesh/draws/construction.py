@@ -13,7 +13,7 @@ Numbers that are overwritten, or that nobody here wants, are drawn and dropped, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -192,17 +192,26 @@ class Construction:
             if call.stream == stream:
                 _Replay(self).drop(call)
 
-    def replay(self, wanted: Mapping[int, Callable[[torch.UntypedStorage], None]], seed: int | None = None) -> None:
+    def replay(
+        self,
+        wanted: Mapping[int, Callable[[torch.UntypedStorage], None]],
+        seed: int | None = None,
+        undrawn: Set[int] = frozenset(),
+    ) -> None:
         """Replay the operations that the values of some memories depend on, in order.
 
         Args:
             wanted: by memory, what takes its content once nothing changes it any more; freed behind it.
             seed: draw each call's numbers from a seed of its own made of this one, and leave out all others; ``None``
                 for the numbers that one process draws.
+            undrawn: memories, none of them wanted, that one process draws nothing for, as it reads them from files.
         """
         needed, last, alive = [False] * len(self._calls), dict[int, int](), set(wanted)
-        for index in range(len(self._calls) - 1, -1, -1):
-            call = self._calls[index]
+        calls = [call if call.stream is None or not call.writes <= undrawn else None for call in self._calls]
+        for index in range(len(calls) - 1, -1, -1):
+            call = calls[index]
+            if call is None:
+                continue
             others = seed is None and call.stream is not None and call.reads - call.writes
             if call.writes & alive or others:
                 needed[index] = True
@@ -212,7 +221,9 @@ class Construction:
         before, states = torch.get_rng_state(), [start.clone() for start in self._starts]
         stream, run = self._stream_of(before), _Replay(self)
         current: int | None = None
-        for index, call in enumerate(self._calls):
+        for index, call in enumerate(calls):
+            if call is None:
+                continue
             if call.stream is not None and seed is not None:
                 torch.manual_seed((seed + index * 0x9E3779B97F4A7C15) % 2**63)
             elif call.stream is not None and call.stream != current:
