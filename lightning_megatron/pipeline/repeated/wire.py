@@ -223,7 +223,8 @@ class Wire:
             return self._receive(stage, shape, dtype)
         with _no_inference():
             tensor = torch.empty(0, dtype=dtype, device=self._device)  # no view: code may write into what it was given
-            return tensor.set_(behind.untyped_storage(), _HEADER_BYTES // dtype.itemsize, shape)
+            stride = torch.empty(shape, device="meta").stride()
+            return tensor.set_(behind.untyped_storage(), _HEADER_BYTES // dtype.itemsize, shape, stride)
 
     def _send(self, tensor: Tensor) -> None:
         if not tensor.numel():

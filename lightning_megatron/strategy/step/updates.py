@@ -146,7 +146,8 @@ def weights_of(
     """
     windows = gradients.windows
     if windows is not None and windows.opens_in_evaluation and name != "predict_step":
-        once = calls_once(type(module), name, tuple(window.name for window in windows.windows))
+        kind: Any = type(module)
+        once = calls_once(kind, name, tuple(window.name for window in windows.windows))
         if once and windows.are_equal(_samples(batch)):
             gradients.finish_gather(spread=False)
             return windows.evaluation()
