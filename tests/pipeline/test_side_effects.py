@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.elsewhere.away import Away, unmarked
+from lightning_megatron.pipeline.elsewhere.containers import Container
+from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.stage import side_effects
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 
@@ -66,6 +69,24 @@ def run_first(effects: SideEffects, net: Net, *, first: bool = True) -> Boundary
     tensors = [tensor.detach().requires_grad_() for tensor in luggage.tensors]
     leaves = tuple(Leaf(-1, tuple(tensor.shape), tensor.dtype, True) for tensor in tensors)
     return Boundary(leaves, tensors, effects=luggage.effects)
+
+
+def test_a_layer_that_is_given_tuples_of_tensors_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder's layers are given rotary embeddings for each token, and a search takes longer than a small layer."""
+    searched = []
+
+    class Counted(Reach):
+        def containers(self, arguments: tuple[Any, ...] = ()) -> list[Container]:
+            searched.append(arguments)
+            return super().containers(arguments)
+
+    monkeypatch.setattr(side_effects, "Reach", Counted)
+    effects, x, table = follow(Net()), torch.ones(2), [torch.ones(2)]
+    for _ in range(3):
+        effects.containers(0, "layers.0", (x, (x, None)), {"rotary": (x, x)})
+    assert searched == [()]
+    assert any(c.value is table for c in effects.containers(0, "layers.0", (x, (x, table)), {}))
+    assert len(searched) == 2
 
 
 def test_shared_tables_are_made_by_each_stage_and_kept_values_arrive() -> None:

@@ -322,7 +322,7 @@ class SideEffects:
 
     def _containers(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
         arguments = (*args, *kwargs.values())
-        given = () if all(isinstance(argument, _PASSIVE) for argument in arguments) else arguments
+        given = () if all(map(_is_passive, arguments)) else arguments
         if given or index not in self._known:
             unit = self._unit(index)
             if unit is None:
@@ -357,6 +357,13 @@ class SideEffects:
             return False
         own = kind != "module" or lies_in(at[0], self._names[index])
         return own and not isinstance(value, FunctionType) and kind != "globals"
+
+
+def _is_passive(argument: Any) -> bool:
+    """Whether nothing in an argument of a call can be written to that is looked for: rotary embeddings are tuples."""
+    return isinstance(argument, _PASSIVE) or (
+        type(argument) is tuple and all(isinstance(each, (Tensor, *_PLAIN)) for each in argument)
+    )
 
 
 def _is_table(value: Any) -> bool:
