@@ -160,7 +160,7 @@ def test_weights_and_adapters_are_streamed_from_a_checkpoint(sizes: dict[str, in
     plain = Adapted("llama")
     plain.load_state_dict(load_whole(path)["state_dict"])
     for outcome in run_trainers(predicted, folder, path, sizes, devices=devices):
-        torch.testing.assert_close(outcome.value, logits_of(plain), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(outcome.value, logits_of(plain.model), rtol=1e-9, atol=1e-9)
 
 
 def test_adapters_are_not_streamed_from_the_folder_of_a_model(tmp_path: Path) -> None:
