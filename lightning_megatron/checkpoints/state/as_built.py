@@ -150,9 +150,7 @@ def fill_as_built(
     built = Marks.of(module).take(_Built)
     if built is None:
         return
-    undrawn: dict[Construction, set[int]] = {}
-    for name in built.read if built.in_order else ():
-        undrawn.setdefault(built.places[name][0], set()).add(built.places[name][1].memory)
+    undrawn = _undrawn(built) if built.in_order else {}
     wanted: dict[Construction, dict[int, list[Callable[[torch.UntypedStorage], None]]]] = {}
     for construction, _ in built.places.values():
         if construction not in wanted:
@@ -175,6 +173,18 @@ def fill_as_built(
         for construction, takers in wanted.items():
             each = {memory: _All(these) for memory, these in takers.items()}
             construction.replay(each, None if built.in_order else base_seed, undrawn.get(construction, frozenset()))
+
+
+def _undrawn(built: _Built) -> dict[Construction, Set[int]]:
+    """Memories that ``from_pretrained`` draws nothing for: what files have, and heads that gave way to tied ones."""
+    read: dict[Construction, set[int]] = {}
+    for name in built.read:
+        read.setdefault(built.places[name][0], set()).add(built.places[name][1].memory)
+    kept: dict[Construction, set[int]] = {each: set() for each in read}
+    for each, place in built.places.values():
+        if each in read and place.memory not in read[each]:
+            kept[each].add(place.memory)
+    return {each: memories | each.left(kept[each]) for each, memories in read.items()}
 
 
 class _Taker:

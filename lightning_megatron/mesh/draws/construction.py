@@ -254,6 +254,12 @@ class Construction:
                 found[memory] = (before | behind) - {memory}
         return found
 
+    def left(self, used: Set[int]) -> Set[int]:
+        """Memories that random numbers were drawn for, and from which nothing in ``used`` is made: given up since."""
+        before = self.sources()
+        behind = set(used).union(*(before.get(memory, frozenset()) for memory in used))
+        return {memory for call in self._calls if call.stream is not None for memory in call.writes} - behind
+
     def size(self, memory: int) -> int:
         """Bytes of a memory."""
         return self._storages[memory].nbytes()
