@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoints.files.adapters import Adapter, Tensors
 from lightning_megatron.checkpoints.files.sources import Source
+from lightning_megatron.mesh.parts.names import Parts
 
 _SAVED = ".modules_to_save."
 
@@ -92,5 +93,5 @@ def _inside(name: str, adapted: set[str], copied: set[str]) -> str:
     module, _, leaf = name.rpartition(".")
     if f"{module}." in adapted:
         return f"{module}.base_layer.{leaf}"
-    holder = next((each for each in copied if name.startswith(f"{each}.")), None)
+    holder = Parts(copied).of(name)
     return name if holder is None else f"{holder}.original_module{name.removeprefix(holder)}"
