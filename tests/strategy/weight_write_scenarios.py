@@ -105,6 +105,9 @@ class Writes(TokenTask):
             net.layers[1].up.weight.data.mul_(0.9)
         elif self.kind == "late_set" and batch_idx == 1:
             net.head.weight.data = net.head.weight.data * 0.9
+        elif self.kind == "set":
+            net.layers[1].up.weight.data = net.layers[1].up.weight.data * 0.9
+            net.head.weight.data = net.head.weight.data * 0.9
         elif self.kind == "data":
             net.layers[2].up.weight.data.mul_(0.9)
             net.embed.weight.detach()[1].zero_()

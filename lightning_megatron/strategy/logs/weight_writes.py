@@ -49,6 +49,7 @@ class WeightWrites:
         self._module = module
         self.found: set[WeightName] = set()
         self._before: dict[WeightName, Contents] = {}
+        self._bound: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -56,15 +57,31 @@ class WeightWrites:
         shortened = {path for path, child in self._module.named_modules() if renormalises(child)}
         with torch._C.DisableTorchFunction():  # else those who watch uses would see one here
             places = self._places()
-        with _Writes(places, self._note, shortened):
-            yield
+        with torch._C.DisableTorchFunctionSubclass():
+            bound = [(name, w, w.data) for here in places.values() for _, _, name, w in here]
+        try:
+            with _Writes(places, self._note, shortened):
+                yield
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._note_rebound(bound)
+
+    def _note_rebound(self, bound: Sequence[tuple[WeightName, Tensor, Tensor]]) -> None:
+        """Weights that are in other memory than before, by ``weight.data = ...``: no operator has written them."""
+        for name, weight, data in bound:
+            here = not weight.is_meta and data.untyped_storage().nbytes() and weight.untyped_storage().nbytes()
+            if here and weight.data_ptr() != data.data_ptr():
+                self.found.add(name)
+                self._bound.append((weight, data))
 
     def put_back(self) -> None:
         """Leave them as they were."""
         with torch._C.DisableTorchFunctionSubclass():
+            for weight, data in reversed(self._bound):
+                weight.data = data
             for before in self._before.values():
                 before.rewind()
-        self._before = {}
+        self._before, self._bound = {}, []
 
     def _note(self, name: WeightName, weight: Tensor) -> None:
         if name not in self._before:
