@@ -202,7 +202,8 @@ class _Finder:
     def _routed(self, name: str, experts: nn.Module, count: int, above: str, router: nn.Module) -> Found | None:
         path = name.removeprefix(f"{above}.")
         widths = (0, 0)
-        why = self._unlike(router) or _not_apart(router, experts)
+        kept = (self._unlike(each) for each in (router, *experts_of(experts)))
+        why = next(filter(None, kept), "") or _not_apart(router, experts)
         if not why:
             why, widths = self._try(router, path, lambda copied: try_listed(copied, path))
         if why:

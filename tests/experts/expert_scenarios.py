@@ -363,6 +363,19 @@ class Asking(Pretrained):
         return loss + 0.5 * out.aux_loss if self.how == "step" else loss  # type: ignore[no-any-return]
 
 
+class Sharing(Words):
+    """Has the same experts in the first and the last layer.
+
+    Args:
+        listed: whether they are a list.
+    """
+
+    def __init__(self, listed: bool = False) -> None:
+        super().__init__([strangers.Block(strangers.Loop) for _ in range(4)] if listed else None)
+        mixtures = [layer.mixture if listed else layer for layer in self.layers]
+        mixtures[-1].experts = mixtures[0].experts  # type: ignore[union-attr]
+
+
 class OneLess(Words):
     """Has more experts than ranks can share."""
 
@@ -447,6 +460,8 @@ MODULES = {
     "words": Words,
     "starved": Starved,
     "uneven": Uneven,
+    "sharing": Sharing,
+    "sharing_list": lambda: Sharing(listed=True),
     "watched": Watched,
     "one_less": OneLess,
     "mixed": Mixed,
