@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_megatron.checkpoints.state.as_built import noting_construction
+from lightning_megatron.checkpoints.loading.as_built import noting_construction
 from lightning_megatron.mesh.draws.construction import Construction
 from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh

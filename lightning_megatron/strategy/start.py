@@ -9,8 +9,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_megatron.checkpoints.loading.as_built import note_places
 from lightning_megatron.checkpoints.loading.pretrained import has_start, start_from
-from lightning_megatron.checkpoints.state.as_built import note_places
 from lightning_megatron.strategy.assembly.alike import synchronize
 from lightning_megatron.strategy.assembly.assembler import Assembler
 from lightning_megatron.strategy.callbacks.expert_bias import insert_expert_callbacks

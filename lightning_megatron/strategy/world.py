@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoints.state.as_built import fill_as_built
+from lightning_megatron.checkpoints.loading.as_built import fill_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor

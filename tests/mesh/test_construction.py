@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_megatron.checkpoints.state.as_built import fill_as_built, note_places, noting_construction
+from lightning_megatron.checkpoints.loading.as_built import fill_as_built, note_places, noting_construction
 from lightning_megatron.mesh.draws.construction import Construction
 
 

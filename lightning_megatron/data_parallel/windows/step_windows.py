@@ -160,9 +160,7 @@ class StepWindows:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Around a trial within a step, of which only forwards run: its layers open in an order of its own, and are not
-        counted among those of the step.
-        """
+        """Around a trial within a step, forward only, whose layers open in an order of its own."""
         ahead, self._ahead, self._behind = self._ahead, Ahead(), False
         with self.freeing.paused():
             yield
@@ -183,9 +181,7 @@ class StepWindows:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around a step of evaluation, in which layers open and close as in a forward; collective over the replicas,
-        which must run the same layers.
-        """
+        """Around a step of evaluation, in which layers open and close as in a forward, the same on all replicas."""
         self._hide_all()
         ahead, self._ahead = self._ahead, self._evaluated
         self._ahead.begin()

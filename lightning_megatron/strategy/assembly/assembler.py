@@ -45,7 +45,7 @@ from lightning_megatron.strategy.generation.streaming import stream_weights
 from lightning_megatron.strategy.lightning.hooks import watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
-from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.engine import StepEngine, layers_of
 from lightning_megatron.strategy.world import World
 

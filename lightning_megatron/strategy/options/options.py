@@ -29,6 +29,7 @@ from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.options import checks
 from lightning_megatron.strategy.options.balance_asked import Balance, ExpertBalance
+from lightning_megatron.strategy.options.choices import EngineOptions, LossWeight
 from lightning_megatron.strategy.options.context_checks import check_context
 from lightning_megatron.strategy.options.expert_checks import check_experts
 from lightning_megatron.strategy.options.left_to_planner import check_layout
@@ -39,7 +40,6 @@ from lightning_megatron.strategy.options.weight_checks import (
     check_weight_streaming,
     optimizer_sharding_of,
 )
-from lightning_megatron.strategy.step.choices import EngineOptions, LossWeight
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Recipe

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_megatron.checkpoints.files.library_names import open_weights
+from lightning_megatron.checkpoints.loading.as_built import computed_from
 from lightning_megatron.checkpoints.loading.pretrained import match_weights
-from lightning_megatron.checkpoints.state.as_built import computed_from
 from lightning_megatron.checkpoints.state.stored import Kinds, Match, aliases, load_module, match, stored_module
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects

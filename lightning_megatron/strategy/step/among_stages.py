@@ -38,7 +38,7 @@ from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.logs.copy_exchange import CopyExchange
 from lightning_megatron.strategy.logs.leftovers import Leftovers
 from lightning_megatron.strategy.logs.step_logs import no_logs
-from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.delivery import OutcomeDelivery
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.world import World

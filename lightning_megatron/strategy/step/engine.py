@@ -30,9 +30,9 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.refusals import check_by_hand
 from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
 from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
-from lightning_megatron.strategy.step.choices import EngineOptions
 from lightning_megatron.strategy.step.drawn_steps import DrawnStep
 from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep

@@ -20,7 +20,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.logs.step_logs import Recording
-from lightning_megatron.strategy.step.choices import EngineOptions
+from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.step import Outcome
 

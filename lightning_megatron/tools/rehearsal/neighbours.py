@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoints.state.as_built import fill_as_built
+from lightning_megatron.checkpoints.loading.as_built import fill_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoints.state.adapted import names_in_files
+from lightning_megatron.checkpoints.loading.adapted import names_in_files
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.draws.construction import Construction, MetaPlace, seen_at
 from lightning_megatron.mesh.marks import Marks
