@@ -145,6 +145,7 @@ ROUND_TRIPS = [
     Recipe(pipeline=2, chunks=3, schedule="interleaved", global_batch=4, recompute="full", sharding="none"),
     Recipe(pipeline=2, chunks=2, schedule="zb-v", data=2, global_batch=8, precision="fp32"),
     Recipe(context=4, data=2, global_batch=4, context_method="ulysses", loss_chunks=6, precision="fp64"),
+    Recipe(context=4, global_batch=4, context_method="ulysses", context_heads=2),
     Recipe(tensor=2, data=4, expert=8, global_batch=4, precision="bf16"),
     Recipe(data=4, global_batch=8, sharding="fsdp", free="step", gradient_sum="micro_batch"),
     Recipe(data=4, global_batch=8, sharding="hsdp", shard=2, optimizer_offload=0.75),

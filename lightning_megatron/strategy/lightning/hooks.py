@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 _MODULE_HOOKS = (
     "on_after_backward",
@@ -155,7 +156,7 @@ def takes_second_gradients(module: pl.LightningModule) -> bool:
     return False
 
 
-def writes_unseen(module: pl.LightningModule) -> bool:
+def writes_unseen(module: nn.Module) -> bool:
     """Whether ``.data`` occurs in the code of the training step and of all forwards, or in what these name: methods of
     the module and of its parts, and functions. Writes through it do not count as versions of a tensor.
     """

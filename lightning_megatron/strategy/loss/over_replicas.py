@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of
+from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import extremes_over
@@ -145,7 +145,9 @@ def count_otherwise(
         device: where tensors live.
     """
     weight = used(batch)
-    ratios = torch.tensor([way(batch) / weight if weight else math.inf for way in ways], dtype=torch.float64)
+    known = tensors_of(batch)
+    here = [way(batch) / weight if weight and way.place < len(known) else -1.0 for way in ways]
+    ratios = torch.tensor(here, dtype=torch.float64)
     lowest, highest = extremes_over(ratios.to(device), group)
     return bool((highest - lowest > 1e-9 * highest).any())
 

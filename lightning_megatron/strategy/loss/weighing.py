@@ -48,8 +48,18 @@ class Counted:
     ignored: int | None
 
     def __call__(self, part: Any) -> float:
-        """How many there are in a part of a batch."""
-        tensor = tensors_of(part)[self.place]
+        """How many there are in a part of a batch.
+
+        Raises:
+            ValueError: the batch has fewer tensors.
+        """
+        tensors = tensors_of(part)
+        if self.place >= len(tensors):
+            raise ValueError(
+                f"the loss of `training_step` is a mean over {self}, and this batch has {len(tensors)} tensors: give "
+                "all batches the same tensors, or say what a batch counts with `micro_batch_loss_weight`."
+            )
+        tensor = tensors[self.place]
         tensor = tensor[:, 1:] if self.shifted else tensor
         return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
 

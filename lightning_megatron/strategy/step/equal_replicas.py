@@ -7,8 +7,8 @@ first epochs, and then in steps and epochs 8, 64, 512, ..., as code may write la
 work, an update makes their weights alike again: each is then that of one of them.
 
 The same holds for stages of a pipeline that have the same weight (a tied embedding, a layer used twice): of the code
-behind the layers, only the last stage runs. What goes through ``.data`` leaves no trace that a stage could look for, so
-their sums are compared behind the backwards of every step, as gradients of such a weight have just been waited for.
+behind the layers, only the last stage runs. Their sums are compared behind the backwards of those steps; and of every
+step where ``.data`` occurs in code that it may reach, which leaves no trace that a stage could look for.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.renormalised_rows import renormalised
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.lightning.hooks import writes_unseen
 from lightning_megatron.strategy.processes import Processes
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
@@ -113,20 +115,26 @@ class EqualStages:
             if not presence.copies.covers(name)  # which hooks bring up to date part by part
         ]
         self._firsts = {name: presence.entries[name].first for name in presence.entries}
+        self._steps, self._always = 0, False
+        if self._names:
+            self._always = any(objects.gather(writes_unseen(module), self._group))
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare behind the backwards of a step; collective over the pipeline.
+        """Compare behind the backwards of a step, if it is its turn; collective over the pipeline.
 
         Raises:
             RuntimeError: a weight differs, on every stage.
         """
-        if not self._names or not self._compares:
+        turn, self._steps = self._always or is_due(self._steps, first=4), self._steps + 1
+        if not (turn and self._names):
             return
         self._gradients.finish_gather(spread=False)
         listed = type(self._module).named_parameters(self._module, remove_duplicate=False)
         here = {self._firsts.get(name, name): parameter for name, parameter in listed if self._is_whole(parameter)}
         bounds = _bounds([here.get(name) for name in self._names], self._device, self._group)
+        if not self._compares:
+            return
         for index, lowest, highest in _apart(bounds, _APART_STAGES):
             raise RuntimeError(
                 f"`{self._names[index]}` is a weight that several pipeline stages have, and was written on some of "
