@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.linear import RowParallelLinear
 from lightning_megatron.layers.multiply.float8 import BACKWARD, FLOAT8, FORWARD, fits, float8_linear, scaled
+from lightning_megatron.pipeline.cut.trunk import LayersHere
 from lightning_megatron.pipeline.forwards.factors import add_up
 from lightning_megatron.pipeline.forwards.low_precision_linears import check_float8, multiply_in_8_bits
 from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
@@ -119,14 +120,14 @@ def _network() -> nn.Module:
 
 def test_linears_of_the_trunk_are_chosen_and_given_back() -> None:
     net = _network()
-    said = multiply_in_8_bits(net, None, True, "auto")
+    said = multiply_in_8_bits(LayersHere(net), True)
     assert said.startswith("fp8-mixed: 4 linears on this rank") and "`layers.0.odd`" in said
     chosen = {name for name, child in net.named_modules() if "forward" in child.__dict__}
     assert chosen == {f"layers.{i}.{name}" for i in range(2) for name in ("up", "down")}
     x = torch.randn(2, 16, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = net.layers[0](x)
-    multiply_in_8_bits(net, None, False, "auto")
+    multiply_in_8_bits(LayersHere(net), False)
     assert not any("forward" in child.__dict__ for child in net.modules())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert 2**-9 < _distance(low.detach(), net.layers[0](x).detach().float()) < 2**-4
@@ -136,7 +137,7 @@ def test_a_module_without_a_linear_that_fits_is_refused() -> None:
     net = nn.Module()
     net.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
     with pytest.raises(ValueError, match=r"multiples of 16; there are `layers.0` \[6, 6\], `layers.1` \[6, 6\]"):
-        multiply_in_8_bits(net, None, True, "auto")
+        multiply_in_8_bits(LayersHere(net), True)
 
 
 def _trained(split: bool) -> dict[str, Tensor | None]:
@@ -145,7 +146,7 @@ def _trained(split: bool) -> dict[str, Tensor | None]:
     net = nn.Module()
     net.layers = nn.ModuleList([nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 16)]).bfloat16()
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(4)).requires_grad_()
-    multiply_in_8_bits(net, None, True, "auto")
+    multiply_in_8_bits(LayersHere(net), True)
     weights, queue = WeightGradients(net.layers), []  # type: ignore[var-annotated]
     with torch.autocast("cpu", dtype=torch.bfloat16), weights.installed() if split else nullcontext():
         loss = net.layers[2](net.layers[1](net.layers[0](x).relu()).relu()).float().square().sum()

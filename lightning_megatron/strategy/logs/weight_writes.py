@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.renormalised_rows import renormalises
 from lightning_megatron.mesh.autograd import version_of
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 
@@ -33,6 +34,10 @@ Known = Callable[[nn.Module], bool]
 
 WeightName = tuple[str, str]
 """Of the module that has it, and its attribute there."""
+
+
+class WeightsArrive:
+    """Attached to a module whose weights come and go in a step, into other memory each time."""
 
 
 class WeightWrites:
@@ -57,8 +62,9 @@ class WeightWrites:
         shortened = {path for path, child in self._module.named_modules() if renormalises(child)}
         with torch._C.DisableTorchFunction():  # else those who watch uses would see one here
             places = self._places()
+        stay = Marks.of(self._module).get(WeightsArrive) is None
         with torch._C.DisableTorchFunctionSubclass():
-            bound = [(name, w, w.data) for here in places.values() for _, _, name, w in here]
+            bound = [(name, w, w.data) for here in places.values() for _, _, name, w in here if stay]
         try:
             with _Writes(places, self._note, shortened):
                 yield

@@ -30,6 +30,7 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.refusals import check_by_hand
 from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.logs.weight_writes import WeightsArrive
 from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
 from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
@@ -93,6 +94,9 @@ class StepEngine:
             several=several,
             layers=(layers := layers_of(module, stage)),
         )
+        Marks.of(module).take(WeightsArrive)
+        if options.gradients.weights_arrive:
+            Marks.of(module).put(WeightsArrive())
         compares = mesh.layout.tensor > 1 and not self.splits_itself
         shared_by = mesh.sharing_a_batch if compares or mesh.layout.context > 1 else None
         self.losses = LossChecks(
