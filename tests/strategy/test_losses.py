@@ -325,6 +325,11 @@ def test_a_function_of_a_mean_over_targets_is_put_together(name: str, of: Callab
     assert float(Mean(way, name)(torch.tensor([of(2.0), of(4.0)]), torch.tensor([1.0, 3.0]))) == pytest.approx(of(3.5))
 
 
+def test_a_sum_of_which_one_part_has_all_is_no_mean_over_what_that_part_counts() -> None:
+    ways = {"weights": [1.0, 1.0], "sizes": [1.0, 1.0], Counted(1, False, 0): [1.0, 0.0]}
+    assert likeliest(fitting([1.0, 0.0], 1.0, ways, 1e-6)) == "sum"
+
+
 def test_what_one_replica_rules_out_is_ruled_out() -> None:
     whole = find([_part(2.0), _part(1.0)], _part(9.0), [2, 2], {})
     mean = find([_part(2.0), _part(1.0)], _part(1.5), [2, 2], {})

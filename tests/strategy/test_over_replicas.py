@@ -78,7 +78,7 @@ def test_nothing_is_said_where_the_user_means_each_replicas_own() -> None:
     ("batch", "samples"),
     [
         ((torch.zeros(4, 3), torch.ones(4, dtype=torch.int64)), 4),
-        ((torch.zeros(4, 3), torch.tensor([3, 0, 1, 2])), 0),  # they may point at samples
+        ((torch.zeros(4, 3), torch.tensor([3, 0, 1, 2])), 4),  # a place of each sample, or an error that is caught
         ({"x": torch.zeros(6, 3), "edges": torch.zeros(2, 9, dtype=torch.int64)}, 0),
         ({"x": torch.zeros(6, 3), "weights": torch.zeros(17)}, 6),
         ([torch.zeros(3), torch.zeros(5)], 2),

@@ -98,7 +98,8 @@ class Logged:
 def fitting(
     values: Sequence[float], whole: float, weights: Mapping[Any, Sequence[float]], tolerance: float
 ) -> dict[Any, float]:
-    """In which ways values of the parts give that of the whole, each with its relative distance; the usual ones first.
+    """In which ways values of the parts give that of the whole, each with its relative distance; the usual ones first:
+    a sum before a mean over what is counted, which it is as well where only one part has any.
 
     Args:
         values: of the parts.
@@ -110,7 +111,9 @@ def fitting(
     scale = max(abs(value) for value in (*values, whole) if math.isfinite(value))
     ways = {how: float(combine(parts)) for how, combine in OPERATIONS.items()}
     found: dict[Any, float] = {}
-    for how, value in [*_means(parts, weights, [""]), *ways.items(), *_means(parts, weights, CURVES)]:
+    plain = list(_means(parts, weights, [""]))
+    usual = [(how, value) for how, value in plain if how.weigh in ("weights", "sizes")]
+    for how, value in [*usual, ("sum", ways["sum"]), *plain, *ways.items(), *_means(parts, weights, CURVES)]:
         off = abs(value - whole)
         if off <= tolerance * scale:  # no number never is
             found[how] = off / scale if scale else 0.0

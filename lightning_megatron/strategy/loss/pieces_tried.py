@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
@@ -154,6 +155,17 @@ class Tried:
     def changes(self, piece: int) -> Changes:
         """What the step has written in one of the pieces."""
         return self._changes[piece]
+
+    def is_by_sample(self, name: Name) -> bool:
+        """Whether a value that is written has a row for each sample, the same in a part and in the whole."""
+        for both, pair in self._pieces.joins.items():
+            found = [self._changes[piece].get(name, (None, None))[1] for piece in (*pair, both)]
+            tensors = [value for value in found if isinstance(value, Tensor) and value.ndim]
+            *parts, whole = tensors or found
+            alike = len(tensors) == len(found) and all(part.shape[1:] == whole.shape[1:] for part in parts)
+            if not alike or sum(map(len, parts)) != len(whole):
+                return False
+        return True
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its

@@ -117,7 +117,8 @@ def warn_of_replicas(
         module: the user's.
         own: names of values that the step writes otherwise on each replica, and that were not said before.
         cut: whether the batch runs in micro-batches, of which the same is said.
-        routes: whether there are mixtures of experts, whose balancing losses are judged by gradients.
+        routes: whether the trial cannot tell: mixtures of experts have balancing losses, which are judged by gradients,
+            and what layers keep of each sample of a batch does not fit a part of it.
     """
     modules, mine = dict(module.named_modules()), list(own)
     norms = [name for name, child in modules.items() if isinstance(child, _BatchNorm) and child.training]

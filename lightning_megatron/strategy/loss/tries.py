@@ -96,6 +96,7 @@ class LossTrials:
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
         self.unseen, self._own, self._untried = False, set[Name](), False
         self._has_routers: bool | None = None
+        self._rows = set[Name]()
         self._replicas = context.mesh.group("data_parallel") if context.mesh.layout.data > 1 else None
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
@@ -204,7 +205,8 @@ class LossTrials:
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
-        told = objects.gather((own, writes, alone, unsure, tried.draws.narrow), self._mesh.group("world"))
+        given = (own, bool(self._rows)), writes, alone, unsure, tried.draws.narrow
+        told = objects.gather(given, self._mesh.group("world"))
         found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow in told))
         self.reading = before.after(found)
         self._unsure = any(unsure for *_, unsure, _ in told)
@@ -213,9 +215,9 @@ class LossTrials:
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
         could, self.around = self.around, False
         if self._replicas is not None:
-            new = dict.fromkeys(name for own, *_ in told for name in own if name not in self._own)
+            new = dict.fromkeys(name for own, *_ in told for name in own[0] if name not in self._own)
             self._own.update(new)
-            own_way = cut, self._routes()
+            own_way = cut, any(own[1] for own, *_ in told) or self._routes()
             warn_of_replicas(before, found, self.reading, self._replicas.size(), self._module, list(new), *own_way)
         if cut and self.reading.whole and all(alone for _, _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
@@ -265,7 +267,8 @@ class LossTrials:
             return []
         changes = tried.changes(0)
         lasting = traces.lasting(set(changes)) | {name for name, kind in kinds.items() if kind in _GROWS}
-        changes = {name: change for name, change in changes.items() if name in lasting}
+        self._rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
+        changes = {name: change for name, change in changes.items() if name in lasting and name not in self._rows}
         unlike = own_values(changes, self._replicas)
         if any(objects.gather(gathers, self._replicas)):
             return unlike
