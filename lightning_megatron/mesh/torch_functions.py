@@ -47,6 +47,21 @@ def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED or kwargs.get("inplace") is True
 
 
+def by_place(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call with the tensor that it writes as first argument, which functions of ``nn.init`` give by name."""
+    if args or not kwargs or not is_in_place(func, kwargs):
+        return func, args, dict(kwargs)
+    name, *others = kwargs
+
+    @functools.wraps(func)
+    def placed(value: Any, **options: Any) -> Any:
+        return func(**{name: value}, **options)
+
+    return placed, (kwargs[name],), {other: kwargs[other] for other in others}
+
+
 def name_of(func: Any) -> str:
     """What a function is called, or the attribute that it reads or writes."""
     name = getattr(func, "__name__", str(func))

@@ -20,9 +20,10 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "tensor": ((1, 1), {"tensor_parallel_size": 2}),
     "grid": ((2, 2), {}),
 }
-KINDS = ("weights", "target", "data", "set", "layer", "memory", "mean", "max_norm", "late")
+KINDS = ("weights", "target", "data", "set", "blend", "init", "layer", "memory", "mean", "max_norm", "late")
 QUICK = {
     *(("stages", "weights"), ("stages", "target"), ("stages", "memory"), ("stages", "layer"), ("whole", "target")),
+    *(("tensor", "blend"), ("tensor", "init"), ("stages", "blend")),
     *(("alone", "data"), ("stages", "set"), ("replicas", "max_norm")),
 }
 REFUSED = {(layout, "mean") for layout in ("replicas", "grid")}  # a mean over a replica's samples, as in DDP

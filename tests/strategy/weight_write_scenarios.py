@@ -101,6 +101,14 @@ class Writes(TokenTask):
                 net.head.weight.clamp_(-0.2, 0.2)
             elif self.kind == "target":
                 net.target.weight.mul_(0.9).add_(net.head.weight, alpha=0.1)
+            elif self.kind == "init":
+                nn.init.constant_(net.layers[1].up.weight[0], 0.1)
+                nn.init.constant_(net.layers[1].up.weight.data[:, 1], 0.2)
+                nn.init.zeros_(tensor=net.layers[2].up.bias.data)
+                nn.init.eye_(net.head.weight[2:])
+        if self.kind == "blend":
+            for own, other in zip(net.target.parameters(), net.head.parameters(), strict=True):
+                own.data = own.data * 0.9 + other.data * 0.1
         if self.kind == "late_data" and batch_idx == 1:
             net.layers[1].up.weight.data.mul_(0.9)
         elif self.kind == "late_set" and batch_idx == 1:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole.gathered_views import GatheredCopy, ShownFirst, note_write, view_of, writes_of
 from lightning_megatron.layers.whole.split_dim import SplitDim
-from lightning_megatron.mesh.torch_functions import METADATA, is_in_place, name_of
+from lightning_megatron.mesh.torch_functions import METADATA, by_place, is_in_place, name_of
 
 Rule = Callable[..., Any]
 """``rule(func, *args, **kwargs)``: the result, or raises `NeedsWhole`."""
@@ -152,6 +152,7 @@ class WholeTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
+        func, args, kwargs = by_place(func, args, kwargs)
         shown = list(_shown((*args, *kwargs.values())))
         if list(_shown((kwargs.get("out"),))):
             raise RuntimeError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megatron.mesh.torch_functions import METADATA, is_in_place, name_of
+from lightning_megatron.mesh.torch_functions import METADATA, by_place, is_in_place, name_of
 
 _HARMLESS = {"requires_grad_", "detach_"}
 _WRITES = WeakKeyDictionary[torch.UntypedStorage, int]()
@@ -102,9 +102,10 @@ class GatheredView(torch.Tensor):
             for view in _views((args, kwargs)):
                 if view._copy is not None:
                     view._copy.renew(func)
+        func, args, kwargs = by_place(func, args, kwargs)
         written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         in_place = is_in_place(func, kwargs) and name_of(func) not in _HARMLESS
-        if (in_place and any(isinstance(v, cls) for v in written)) or any(_views(kwargs.get("out"))):
+        if (in_place and any(isinstance(v, cls) for v in written)) or list(_views(kwargs.get("out"))):
             return _written(func, args, kwargs)
         if any(hasattr(kind, "take_from") for kind in types):
             return NotImplemented  # a split tensor's rules know what to do with this one
@@ -124,7 +125,8 @@ def _views(values: Any) -> Iterator[GatheredView]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    target = args[0] if args and kwargs.get("out") is None else None
+    out = kwargs.get("out")
+    target = out if out is not None else args[0] if args else None
     copy = target._copy if isinstance(target, GatheredView) else None
     if copy is None or copy.in_graph:
         raise RuntimeError(
@@ -132,8 +134,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
             "gathered copy: the tensor would not change. Index it in the assignment itself "
             "(`logits[..., 3] = 0.0`), or `clone()` the view."
         )
-    rest, kwargs = tree_map(lambda v: v.full() if hasattr(type(v), "take_from") else v, (args[1:], kwargs))
-    copy.write(func, (target, *rest), kwargs)
+    args, kwargs = tree_map(lambda v: v.full() if hasattr(type(v), "take_from") else v, (args, kwargs))
+    copy.write(func, args, kwargs)
     return target
 
 

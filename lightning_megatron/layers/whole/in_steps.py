@@ -38,6 +38,7 @@ from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other
 from lightning_megatron.layers.whole.seen_kinds import EVERY_ELEMENT, SHAPE
 from lightning_megatron.layers.whole.step_kinds import (
     CountedOnce,
+    GivenData,
     InStep,
     StepParameter,
     StepTensor,
@@ -45,7 +46,8 @@ from lightning_megatron.layers.whole.step_kinds import (
     plain,
 )
 from lightning_megatron.mesh.messages.collectives import copy_to_group, reduce_from_group
-from lightning_megatron.mesh.torch_functions import getters, is_in_place, setters
+from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.mesh.torch_functions import by_place, getters, is_in_place, setters
 
 
 class WholeWeight(WholeTensor):
@@ -141,6 +143,10 @@ class StepView:
         for reader, read in readers.values():
             reads = list(read.values())
             self._handles += around_calls(reader, Entering(self, reads, partial(first, reader)), Leaving(self, reads))
+        if readers:
+            replaced = Replacements()
+            replaced.put(nn.Parameter, "data", GivenData())
+            self._handles.append(replaced.take_back)
         # Once for all steps: a hook more in each of them would have everyone who looks for new hooks look again.
         self._handles.append(register_optimizer_step_pre_hook(self._before_update).remove)
         self._handles.append(register_optimizer_step_post_hook(self._after_update).remove)
@@ -232,10 +238,7 @@ class StepView:
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of torch that was given parameters on what one process has in their place."""
-        if not args and kwargs and is_in_place(func, kwargs):  # as functions of `nn.init` are given them
-            target = next(iter(kwargs))
-            func, args, kwargs = partial(_named, func, target), (kwargs[target],), {**kwargs}
-            del kwargs[target]
+        func, args, kwargs = by_place(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, InStep):
             if func in SHAPE:
@@ -248,7 +251,7 @@ class StepView:
                 return self._alias(self._entry(first), as_they_are(Tensor.detach, (first,), {}), gradient)
             if func in _SET_GRAD:
                 return self._set_gradient(first, args[1])
-            if func in _SET_DATA or isinstance(func, partial) or is_in_place(func, kwargs):
+            if func in _SET_DATA or is_in_place(func, kwargs):
                 return self._change(func, first, args[1:], kwargs)
         elif isinstance(first, list | tuple) and is_in_place(func, kwargs):
             return one_at_a_time(func, *args, **kwargs)
@@ -334,10 +337,11 @@ class StepView:
         parts = self._entry(parameter).parts
         with torch._C.DisableTorchFunctionSubclass():
             refused = parameter.requires_grad and torch.is_grad_enabled() and func not in _SET_DATA
-            if refused or parts is None:  # torch says that a leaf cannot be changed so
-                func(parameter, *args, **kwargs)
-                return parameter
             own = parameter.detach()
+        if refused or parts is None:  # torch says that a leaf cannot be changed so
+            given, options = tree_map(self._plainly, (args, kwargs))
+            as_they_are(func, (parameter, *given), options)
+            return parameter
         if func in EVERY_ELEMENT:
             given, options = tree_map(partial(self._operand, parts), (args, kwargs))
             func(own, *given, **options)
@@ -381,10 +385,6 @@ class StepView:
         if entry.parts is not None:
             return entry.parts.gather(gradient) if self._serves else self._whole(entry, gradient)
         return reduce_from_group(gradient, self._group)
-
-
-def _named(func: Any, name: str, value: Tensor, **kwargs: Any) -> Any:
-    return func(**{name: value}, **kwargs)
 
 
 _PATIENCE_S = 60.0

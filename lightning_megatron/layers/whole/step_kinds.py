@@ -68,6 +68,16 @@ class StepTensor(InStep):
         return self.clone().__reduce_ex__(protocol)
 
 
+class GivenData:
+    """``data`` of parameters. Torch asks the tensor that is given to them nothing, and would look for its memory."""
+
+    def __get__(self, parameter: nn.Parameter | None, owner: type) -> Any:
+        return self if parameter is None else _DATA.__get__(parameter, owner)
+
+    def __set__(self, parameter: nn.Parameter, value: Any) -> None:
+        _DATA.__set__(parameter, plain(value) if isinstance(value, WholeTensor) else value)
+
+
 class CountedOnce(torch.autograd.Function):
     """The gradient of what all ranks compute alike, as a term on the first rank."""
 
@@ -100,3 +110,4 @@ def plain(value: Tensor) -> Tensor:
 
 
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
+_DATA: Any = Tensor.data
