@@ -23,6 +23,9 @@ def tokens(count: int, *, padded_from: int = 0, seed: int = 0) -> tuple[Tensor, 
     return x, y
 
 
+UNLIKE_STEPS = 24
+
+
 class Task(LightningModule):
     """A small language model in float64; the loss is that of :meth:`loss`, a token mean over padded targets."""
 
@@ -68,6 +71,24 @@ class Task(LightningModule):
         own = BATCH // options["num_replicas"]
         chosen = [at for at in range(len(samples)) if at % BATCH // own == options["rank"]]
         return DataLoader(Subset(samples, chosen), batch_size=own)
+
+
+class Unlike(Task):
+    """Samples of unlike lengths, padded to the longest of a batch; one for each replica."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        lengths = [3 + at % 5 for at in range(2 * UNLIKE_STEPS)]
+        samples = [(x[:n], y[:n]) for x, y, n in zip(*tokens(len(lengths)), lengths, strict=True)]
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        chosen = [at for at in range(len(samples)) if at % options["num_replicas"] == options["rank"]]
+        return DataLoader(Subset(samples, chosen), batch_size=2 // options["num_replicas"], collate_fn=padded)
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A batch of them; targets of the padding are ignored."""
+    x, y = zip(*samples, strict=True)
+    rows = nn.utils.rnn.pad_sequence
+    return rows(list(x), batch_first=True), rows(list(y), batch_first=True, padding_value=-100)
 
 
 class Late(Task):

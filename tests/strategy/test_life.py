@@ -58,9 +58,12 @@ def test_one_process_refuses_a_log_at_the_line_that_makes_it() -> None:
 
 @BOTH
 def test_a_padded_token_mean_is_exact_with_a_loss_weight(layout: tuple[int, int]) -> None:
-    if layout[1] > 1:
-        pytest.skip("replicas with unlike token counts differ from one big batch under any data parallelism")
     compare_scenario(logging.padded_mean, layout)
+
+
+@pytest.mark.parametrize("uncut", ["auto", 64])
+def test_a_loss_weight_counts_over_replicas_that_cut_nothing(uncut: Any) -> None:
+    compare_scenario(logging.padded_mean, (1, 2), micro_batch_size=uncut)
 
 
 @BOTH

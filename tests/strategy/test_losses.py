@@ -40,6 +40,7 @@ from tests.strategy.loss_modules import (
     LogsOthers,
     Noisy,
     Task,
+    Unlike,
     tokens,
 )
 from tests.strategy.test_step import CPU, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
@@ -349,6 +350,12 @@ def test_a_way_once_ruled_out_does_not_come_back() -> None:
     assert equal.fits and ruled_out.after(equal).whole
 
 
+@pytest.mark.parametrize(("spacing", "fits"), [(2**-7, True), (0.0, False)])
+def test_a_loss_in_bfloat16_is_a_mean_but_for_its_own_rounding(spacing: float, fits: bool) -> None:
+    runs = [TrialRun(loss, torch.bfloat16, {}, spacing) for loss in (3.375, 3.375, 3.359375)]
+    assert bool(find(runs[:2], runs[2], [2, 2], {}).fits) is fits
+
+
 def test_what_a_step_writes_is_put_back_and_judged() -> None:
     class Meter:
         total = 0.0
@@ -389,6 +396,8 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     unlike = Join([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
     assert judge([unlike], ["layers.0"])[1] == "" and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
     assert judge([added]) == ({right: "sum"}, "", False)
+    again = Join([{mean: (5, 4)}, {mean: (5, 6)}], {})  # the whole had left its mean before: no count that goes on
+    assert judge([again], ["layers.0"])[0] == {}
     assert judge([alike]) == ({right: "same"}, "", False) and judge([added, alike])[1] == "right"
 
 
@@ -410,7 +419,7 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     losses, ways = Losses(), Ways()
     trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses, ways])
     refused = {key: build for key, (build, _) in REFUSED.items()}
-    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers}[name]()
+    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers, "unlike": Unlike}[name]()
     trainer.fit(module)
     strategy = trainer.strategy
     weights = strategy.full_state_dict() if isinstance(strategy, MegatronStrategy) else module.state_dict()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_megatron.strategy.loss.over_replicas import samples_in
-from tests.harness import one_process, run_trainers
-from tests.parity.scenario import Layout, differences
-from tests.strategy.loss_modules import WEIGHED
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trainer_for
+from tests.strategy.loss_modules import UNLIKE_STEPS, WEIGHED, Unlike
 from tests.strategy.test_losses import trained
 
 WIDE = pytest.mark.wide
@@ -59,6 +62,7 @@ SAID = {
     "followed": r"`training_step` writes `layers.\d.mean`, .* from the samples of each of the",
     "seen": "`training_step` writes `calls` from the samples of each of the",
     "normed": r"`layers.0.3` \(BatchNorm1d\) computes over the samples of each of the",
+    "unlike": "nor joined with that of another replica .*: pass `micro_batch_loss_weight=...`",
     "logs_others": r"`ratio` \(.*loss_modules.py:\d+\) for a batch is not made of what its",
 }
 
@@ -72,6 +76,44 @@ def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments:
 
 def test_nothing_is_said_where_the_user_means_each_replicas_own() -> None:
     run_trainers(trained, (1, 2), "in_batch", {"whole_batch_loss": False}, devices=2)
+
+
+def count_targets(batch: Any) -> int:
+    return int((batch[1] != -100).sum())
+
+
+def test_replicas_whose_samples_cannot_be_joined_count_what_the_user_says() -> None:
+    expected = one_process(trained, None, "unlike", {})
+    arguments = {**UNCUT, "micro_batch_loss_weight": count_targets}
+    found = run_trainers(trained, (1, 2), "unlike", arguments, devices=2)[0]
+    for what in ("weights", "logged"):
+        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
+
+
+def gathered(info: RankInfo, layout: Layout, arguments: Mapping[str, Any]) -> list[int]:
+    """How often objects are gathered up to the end of each step."""
+    from lightning_megatron.mesh.messages import objects
+
+    counts, own = [0], objects.gather
+    ends: list[int] = []
+
+    def gather(*args: Any) -> Any:
+        counts[0] += 1
+        return own(*args)
+
+    class Ends(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            ends.append(counts[0])
+
+    with patch.object(objects, "gather", gather), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that of batches which cannot be tried
+        trainer_for(info, layout, arguments, max_epochs=1, callbacks=[Ends()]).fit(Unlike())
+    return ends
+
+
+def test_batches_that_cannot_be_tried_are_looked_at_now_and_then() -> None:
+    ends = run_trainers(gathered, (1, 2), {**UNCUT, "whole_batch_loss": "auto"}, devices=2)[0].value
+    assert len(ends) == UNLIKE_STEPS and ends[-1] == ends[7] > ends[6] == ends[0] > 0  # in steps 1 and 8
 
 
 @pytest.mark.parametrize(

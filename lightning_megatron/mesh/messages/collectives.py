@@ -73,8 +73,12 @@ def raw_all_reduce(x: Tensor, group: dist.ProcessGroup, *, keep: bool = True, ma
 
 
 def extremes_over(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value of each element of ``x`` over the ranks, by one all-reduce, outside autograd."""
-    greatest, opposite = raw_all_reduce(torch.stack([x, -x]), group, keep=False, maximum=True).unbind()
+    """The least and the greatest value of each element of ``x`` over the ranks, by one all-reduce, outside autograd.
+
+    Ranks that have no value of an element give NaN; where no rank has one, the least is ∞ and the greatest -∞.
+    """
+    both = torch.stack([x, -x]).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    greatest, opposite = raw_all_reduce(both, group, keep=False, maximum=True).unbind()
     return -opposite, greatest
 
 

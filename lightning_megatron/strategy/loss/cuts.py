@@ -65,6 +65,7 @@ class Cuts:
         mixing: tries whether a mixture's loss is one of the whole batch.
         backwards: tries whether code in backwards mixes samples.
         trials: of the loss.
+        weighs: whether the user says what each replica's batch counts.
         latest: of :meth:`uncut`.
     """
 
@@ -74,8 +75,10 @@ class Cuts:
         self._uncut: dict[int, int] = {}
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
-        tries = self._options.whole_batch_loss == "auto" and self._options.loss_weight is None
+        self._says_weight = self._options.loss_weight is not None
+        tries = self._options.whole_batch_loss == "auto" and not self._says_weight
         self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
+        self.weighs = self._says_weight and self._layout.data > 1
         self.latest = Cut([1.0], float(self._layout.data))
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
@@ -137,7 +140,7 @@ class Cuts:
     def uncut(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> Cut:
         """What a batch that one stage runs uncut counts, beside those of the other replicas; arguments as above."""
         self.mixing.begin()
-        if self._tries_uncut:
+        if self._tries_uncut or self.weighs:
             with self.mixing.counts.aside(always=True):
                 self.latest = self._cut(call, batch, [batch])[1]
         self.mixing.mixes(call, batch, [batch], first=first)
@@ -160,9 +163,9 @@ class Cuts:
         whole = self._options.whole_batch_loss
         repeats = self._stages.repeats
         if repeats is not None and self._repeats(repeats, call, parts):
-            parts = [batch] if whole and self._options.loss_weight is None else parts
+            parts = [batch] if whole and not self._says_weight else parts
             weights = self.weights(parts)
-            return parts, Cut(weights, self._over_replicas(weights, self._options.loss_weight is not None))
+            return parts, Cut(weights, self._over_replicas(weights, self._says_weight))
         if self._skips.whole and whole and len(parts) > 1:
             if whole == "auto":
                 self._skips.say(len(parts), self._layout.pipeline)
@@ -197,7 +200,7 @@ class Cuts:
         tried, self._probed = self._probed, True
         if (known := repeats.includes("training_step")) or tried:
             return known
-        whole = self._options.whole_batch_loss and self._options.loss_weight is None and not self._skips.may
+        whole = self._options.whole_batch_loss and not self._says_weight and not self._skips.may
         will_be_tried = whole and len(parts) > 1
         module, model = self._context.module, self._context.layers[0].rpartition(".")[0]
         if not will_be_tried and may_call_again(module, model) and calls_again(self._context, call, parts[0]):

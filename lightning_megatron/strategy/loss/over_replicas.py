@@ -18,18 +18,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import extremes_over
+from lightning_megatron.strategy.loss.pieces_tried import Tried
+from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import Name
-from lightning_megatron.strategy.loss.traces import Changes
-from lightning_megatron.strategy.loss.weighing import Counted
+from lightning_megatron.strategy.loss.traces import Changes, Traces
+from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
 
 _MANY = 8  # samples of which four parts are tried, else two
+_GROWS = ("sum", "each")
 _ALIKE = 1e-6  # relative, of values that replicas write
 
 
@@ -67,30 +71,114 @@ class SeesGroup(TorchDispatchMode):
         return func(*args, **dict(kwargs or {}))
 
 
-def pieces_of(batch: Any, mesh: ParallelMesh, device: torch.device, *, apart: bool = False) -> TriedParts | None:
-    """What to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
+class OverReplicas:
+    """What the trials of a run have to do with several replicas.
 
     Args:
-        batch: of this replica.
         mesh: the grid.
         device: where tensors live.
-        apart: whether the parts have to be of two replicas.
+        module: the user's.
+
+    Attributes:
+        group: the replicas.
+        unseen: whether this replica's batch looks like none before.
+        looks_other: whether that of some replica did, in the step before.
     """
-    least = min(objects.gather(samples_in(batch), mesh.group("world")))
-    if not least:
-        return None
-    count = 4 if least >= _MANY else 2
-    size = least // count
-    if size and not apart:
-        parts = [samples_of(batch, size * place, size * (place + 1)) for place in range(count)]
-        return TriedParts(samples_of(batch, 0, size * count), parts)
-    if least > _MANY:
-        return None
-    told = objects.gather(map_tensors(batch, Tensor.cpu), mesh.group("data_parallel"))[:2]
-    one, other = (map_tensors(each, lambda tensor: tensor.to(device)) for each in told)
-    both = joined(one, other)
-    found = both is not None and all(objects.gather(both is not None, mesh.group("world")))
-    return TriedParts(both, [one, other], borrowed=True) if found else None
+
+    def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module) -> None:
+        self._mesh, self._device, self._module = mesh, device, module
+        self.group = mesh.group("data_parallel")
+        self.unseen, self.looks_other = False, False
+        self._told, self._told_untried = set[Name](), False
+        self._has_routers: bool | None = None
+
+    def pieces_of(self, batch: Any, *, apart: bool = False) -> TriedParts | None:
+        """What to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
+
+        Args:
+            batch: of this replica.
+            apart: whether the parts have to be of two replicas.
+        """
+        found = self._pieces_of(batch, apart=apart)
+        if found is None and not self._told_untried:
+            self._told_untried = True
+            warn_of_untried(self.group.size())
+        return found
+
+    def count_otherwise(self, ways: Sequence[Counted], used: Callable[[Any], float], batch: Any) -> bool:
+        """Whether counting in one of some ways would give the replicas other weights. Collective over them.
+
+        Args:
+            ways: of counting.
+            used: what weighs now.
+            batch: of this replica.
+        """
+        weight = used(batch)
+        known = tensors_of(batch)
+        here = [way(batch) / weight if weight and way.place < len(known) else -1.0 for way in ways]
+        ratios = torch.tensor(here, dtype=torch.float64)
+        lowest, highest = extremes_over(ratios.to(self._device), self.group)
+        return bool((highest - lowest > 1e-9 * highest).any())
+
+    def own_values(
+        self, tried: Tried, kinds: Mapping[Name, str], traces: Traces, *, gathers: bool
+    ) -> tuple[list[Name], bool]:
+        """Values that each replica writes from its own samples, and goes on from; collective over them.
+
+        Args:
+            tried: a trial.
+            kinds: how values of a batch come of those of its parts.
+            traces: of the module.
+            gathers: whether the step itself gathers over the replicas.
+
+        Returns:
+            Their names, and whether there are others that have a row for each sample.
+        """
+        changes = tried.changes(0)
+        lasting = traces.lasting(set(changes)) | {name for name, kind in kinds.items() if kind in _GROWS}
+        rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
+        changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
+        found = unlike_values(changes, self.group)
+        if not any(objects.gather(gathers, self.group)):
+            found = list(dict.fromkeys([*found, *(name for name in changes if kinds.get(name) != "same")]))
+        return found, bool(rows)
+
+    def say(
+        self, before: Reading, found: Finding, now: Reading, own: Sequence[tuple[list[Name], bool]], *, cut: bool
+    ) -> None:
+        """Say what of a step is that of a replica. Collective over the world.
+
+        Args:
+            before: what was known before the trial.
+            found: by it.
+            now: what is known with it.
+            own: what :meth:`own_values` gives on each rank.
+            cut: whether the batch runs in micro-batches.
+        """
+        new = list(dict.fromkeys(name for names, _ in own for name in names if name not in self._told))
+        self._told.update(new)
+        if self._has_routers is None:
+            self._has_routers = any(objects.gather(bool(routers_of(self._module)), self._mesh.group("world")))
+        cannot_tell = self._has_routers or any(by_sample for _, by_sample in own)
+        warn_of_replicas(before, found, now, self.group.size(), self._module, new, cut, cannot_tell)
+
+    def _pieces_of(self, batch: Any, *, apart: bool) -> TriedParts | None:
+        world = self._mesh.group("world")
+        least = min(objects.gather(samples_in(batch), world))
+        if not least:
+            return None
+        count = 4 if least >= _MANY else 2
+        size = least // count
+        if size and not apart:
+            parts = [samples_of(batch, size * place, size * (place + 1)) for place in range(count)]
+            return TriedParts(samples_of(batch, 0, size * count), parts)
+        if least > _MANY:
+            return None
+        told = objects.gather(map_tensors(batch, Tensor.cpu), self.group)[:2]
+        one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
+        both = joined(one, other)
+        found = both is not None and all(objects.gather(both is not None, world))
+        return TriedParts(both, [one, other], borrowed=True) if found else None
 
 
 def samples_in(batch: Any) -> int:
@@ -138,27 +226,7 @@ def joined(one: Any, other: Any) -> Any:
     return both if fits else None
 
 
-def count_otherwise(
-    ways: Sequence[Counted], used: Callable[[Any], float], batch: Any, group: dist.ProcessGroup, device: torch.device
-) -> bool:
-    """Whether counting in one of some ways would give the replicas other weights. Collective over them.
-
-    Args:
-        ways: of counting.
-        used: what weighs now.
-        batch: of this replica.
-        group: the replicas.
-        device: where tensors live.
-    """
-    weight = used(batch)
-    known = tensors_of(batch)
-    here = [way(batch) / weight if weight and way.place < len(known) else -1.0 for way in ways]
-    ratios = torch.tensor(here, dtype=torch.float64)
-    lowest, highest = extremes_over(ratios.to(device), group)
-    return bool((highest - lowest > 1e-9 * highest).any())
-
-
-def own_values(changes: Changes, group: dist.ProcessGroup) -> list[Name]:
+def unlike_values(changes: Changes, group: dist.ProcessGroup) -> list[Name]:
     """Names of values that a step has written otherwise on each replica. Collective over them.
 
     Args:

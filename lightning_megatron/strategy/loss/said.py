@@ -84,17 +84,18 @@ def say_reading(before: Reading, found: Finding, now: Reading, parts: int, stage
         )
 
 
-def say_untried(replicas: int) -> bool:
-    """One line where nothing of a batch can be tried by itself; returns that it was said.
+def warn_of_untried(replicas: int) -> None:
+    """Say that nothing of a batch can be tried by itself.
 
     Args:
         replicas: how many there are.
     """
-    rank_zero_info(
-        "a batch cannot be cut into samples, or whole numbers in it may point at them, so `training_step` is not tried "
-        f"on parts of it, and the gradients of the {replicas} replicas are averaged, as under DDP."
+    rank_zero_warn(
+        "a batch cannot be cut into samples, nor joined with that of another replica (their lengths differ, or whole "
+        "numbers in it may point at samples), so it is not known what the loss of `training_step` is a mean over. The "
+        f"{replicas} replicas count the same, as under DDP, where one process may weigh them by their tokens or nodes: "
+        "pass `micro_batch_loss_weight=...`, which counts them, or `whole_batch_loss=False` if the same is meant."
     )
-    return True
 
 
 def warn_of_replicas(

@@ -20,7 +20,7 @@ then one of some samples of a larger batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.messages import objects
@@ -41,16 +40,14 @@ from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
-from lightning_megatron.strategy.loss.over_replicas import SeesGroup, TriedParts, count_otherwise, own_values, pieces_of
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import (
     say_around,
     say_reading,
     say_statistics,
-    say_untried,
     warn_of_earlier_steps,
     warn_of_logged,
-    warn_of_replicas,
 )
 from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
@@ -58,7 +55,6 @@ from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
-_GROWS = ("sum", "each")
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _UNSETTLED = 16  # steps in which equal losses are tried again
 _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
@@ -75,7 +71,7 @@ class LossTrials:
         once: values that a step writes once per batch.
         around: whether layers may run in micro-batches where the loss is one of the whole batch.
         again: whether the step was seen to call the layers again.
-        unseen: whether a batch that runs uncut looks like none before, which replicas do not see alike.
+        replicas: what trials have to do with the other replicas; ``None`` for one.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -83,7 +79,7 @@ class LossTrials:
         self._module, self._layers, self._recording = context.module, context.layers, context.recording
         self._stages, self._streams = context.stages, context.streams
         self._schedule = partial(context.schedule, forward_only=True)
-        self._steps, self._next, self._looked_other = 0, 1, False
+        self._steps, self._next = 0, 1
         self._looks: set[Any] = set()
         self._keys: set[str] = set()
         self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
@@ -94,10 +90,8 @@ class LossTrials:
         self._slots: dict[Name, tuple[Table, Any, str, int | None]] = {}
         self._unsure = False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
-        self.unseen, self._own, self._untried = False, set[Name](), False
-        self._has_routers: bool | None = None
-        self._rows = set[Name]()
-        self._replicas = context.mesh.group("data_parallel") if context.mesh.layout.data > 1 else None
+        several = context.mesh.layout.data > 1
+        self.replicas = OverReplicas(context.mesh, self._device, self._module) if several else None
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -108,23 +102,32 @@ class LossTrials:
             parts: its micro-batches; one where it runs uncut.
         """
         self._steps += 1
-        self.unseen = False
-        known = self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
+        if self.replicas is not None:
+            self.replicas.unseen = False
+        known = self.reading.tried and self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
         if not known or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
-            pieces = TriedParts(batch, list(parts)) if len(parts) > 1 else self._pieces(batch, why)
-            if why and pieces is not None:
-                self._try(call, pieces, why, cut=len(parts) > 1)
+            if why:
+                self._try_if_possible(call, batch, parts, why)
         return self.reading
 
-    def _pieces(self, batch: Any, why: str) -> TriedParts | None:
-        """What to try of a batch that runs uncut, if it has to be."""
-        if not why:
-            return None
-        found = pieces_of(batch, self._mesh, self._device, apart=why == "counts")
-        if found is None and self._replicas is not None:
-            self._untried = self._untried or say_untried(self._replicas.size())
-        return found
+    def _try_if_possible(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
+        pieces: TriedParts | None = None
+        if len(parts) > 1:
+            pieces = TriedParts(batch, list(parts))
+        elif self.replicas is not None:
+            pieces = self.replicas.pieces_of(batch, apart=why == "counts")
+        due = self._steps >= self._next
+        if pieces is not None:
+            self._try(call, pieces, why, cut=len(parts) > 1)
+        elif due:
+            self._next = self._steps * _AGAIN
+        self._new_keys, self._differ = False, False
+
+    @property
+    def looks_new(self) -> bool:
+        """Whether the batch of the latest step looks like none before, which replicas do not see alike."""
+        return self.replicas is not None and self.replicas.unseen
 
     def keep_whole(self) -> None:
         """Say that the loss is one of the whole batch, in layers and behind them."""
@@ -133,8 +136,8 @@ class LossTrials:
     def note_logged(self, outcome: Outcome) -> None:
         """Say what a step has logged, on every rank alike."""
         names, differ = [key.name for key in outcome.logs.keys], outcome.differ
-        if outcome.unseen:
-            self._looked_other = True
+        if outcome.unseen and self.replicas is not None:
+            self.replicas.looks_other = True
         self._differ = differ or (self._rounds and self._steps in _ROUNDED)
         self._differ &= self._asked < _UNSETTLED and any(name not in self.reading.logs for name in names)
         self._asked += self._differ
@@ -150,11 +153,11 @@ class LossTrials:
         self._beyond = None if known else self._extremes.grow(batch)
         if look not in self._looks:
             self._looks.add(look)
-            self.unseen = len(parts) == 1 and self._steps > 1
-            if not self.unseen:
+            if self.replicas is None or len(parts) > 1 or self._steps == 1:
                 return "look"
-        if self._looked_other:  # in the step before, on some replica
-            self._looked_other = False
+            self.replicas.unseen = True
+        if self.replicas is not None and self.replicas.looks_other:  # in the step before, on some replica
+            self.replicas.looks_other = False
             return "look"
         if self._steps >= self._next:
             return "time"
@@ -167,10 +170,10 @@ class LossTrials:
         counts = list(self.reading.open())
         if not counts:
             return ""
-        if uncut and self._replicas is not None:
+        if uncut and self.replicas is not None:
             way = self.reading.way
             used: Callable[[Any], float] = way if isinstance(way, Counted) else batch_size_of
-            otherwise = count_otherwise(counts, used, batch, self._replicas, self._device)
+            otherwise = self.replicas.count_otherwise(counts, used, batch)
             self._asked += otherwise
             return "counts" if otherwise and self._asked < _UNSETTLED else ""
         other = self._beyond is not None or _weighs_otherwise(counts, self.reading.way, batch, parts)
@@ -184,9 +187,12 @@ class LossTrials:
         joins = Joins(batch, parts, self._beyond if cut else None)
         if self._steps >= self._next:
             self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
-        self._new_keys, self._fresh = False, True
+        self._fresh = True
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
-        sees, traces = SeesGroup(self._replicas), Traces(self._module, beside=True)
+        sees, traces = (
+            SeesGroup(None if self.replicas is None else self.replicas.group),
+            Traces(self._module, beside=True),
+        )
         tried = Tried(call, self._recording, traces, joins, self._stages, counts_as=2, around=sees)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
@@ -195,7 +201,9 @@ class LossTrials:
         with streams, spread, self._stages.running(*checked, training=False) as executor:
             executor.run(step)
         kinds, writes, unsure = tried.written(self._layers)
-        own = self._own_values(tried, kinds, traces, gathers=sees.gathers)
+        own, by_sample = list[Name](), False
+        if self.replicas is not None:
+            own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=sees.gathers)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=sees.gathers), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
@@ -205,7 +213,7 @@ class LossTrials:
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
-        given = (own, bool(self._rows)), writes, alone, unsure, tried.draws.narrow
+        given = (own, by_sample), writes, alone, unsure, tried.draws.narrow
         told = objects.gather(given, self._mesh.group("world"))
         found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow in told))
         self.reading = before.after(found)
@@ -214,11 +222,8 @@ class LossTrials:
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
         could, self.around = self.around, False
-        if self._replicas is not None:
-            new = dict.fromkeys(name for own, *_ in told for name in own[0] if name not in self._own)
-            self._own.update(new)
-            own_way = cut, any(own[1] for own, *_ in told) or self._routes()
-            warn_of_replicas(before, found, self.reading, self._replicas.size(), self._module, list(new), *own_way)
+        if self.replicas is not None:
+            self.replicas.say(before, found, self.reading, [own for own, *_ in told], cut=cut)
         if cut and self.reading.whole and all(alone for _, _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
@@ -227,7 +232,6 @@ class LossTrials:
             self._say(before, found, len(parts), "" if found.writes else why)
         if cut and self._differ and not self.reading.whole:
             warn_of_logged(before, self.reading, self._steps - 1)
-        self._differ = False
         if not cut:
             self._stages.release()
 
@@ -261,31 +265,12 @@ class LossTrials:
     def _use_rows(self, parts: Sequence[Any]) -> None:
         self._streams.use_rows(Deal().rows([batch_size_of(part) for part in parts]))
 
-    def _own_values(self, tried: Tried, kinds: Mapping[Name, str], traces: Traces, *, gathers: bool) -> list[Name]:
-        """Values that each replica writes from its own samples, and goes on from; collective over them."""
-        if self._replicas is None:
-            return []
-        changes = tried.changes(0)
-        lasting = traces.lasting(set(changes)) | {name for name, kind in kinds.items() if kind in _GROWS}
-        self._rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
-        changes = {name: change for name, change in changes.items() if name in lasting and name not in self._rows}
-        unlike = own_values(changes, self._replicas)
-        if any(objects.gather(gathers, self._replicas)):
-            return unlike
-        return list(dict.fromkeys([*unlike, *(name for name in changes if kinds.get(name) != "same")]))
-
-    def _routes(self) -> bool:
-        """Whether any rank has mixtures of experts; collective over the world."""
-        if self._has_routers is None:
-            self._has_routers = any(objects.gather(bool(routers_of(self._module)), self._mesh.group("world")))
-        return self._has_routers
-
     def _found(self, step: PipelineStep, tried: Tried, joins: Joins, *, gathers: bool) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
-            TrialRun(float(loss_of(output).detach()), _narrowest(loss_of(output), self._device), logs)
-            for output, logs in zip(outputs, tried.logs(), strict=True)
+            TrialRun(float(loss.detach()), _narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
+            for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
         findings = []
         for both, pair in joins.joins.items():

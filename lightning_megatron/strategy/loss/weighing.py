@@ -29,6 +29,7 @@ _EXACT = 1e-10
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6}
 _LOGGED = 3e-5  # likewise of logged numbers, which often are float32
 _NARROW = 2e-3
+_SPACINGS = 1.5  # half of one for the loss of the whole, half for those of its parts, and what led to them
 _WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
 _MOST = 24  # candidates
 
@@ -137,11 +138,13 @@ class TrialRun:
         loss: what it returned.
         dtype: of the loss, or of a narrower type that layers compute in.
         logs: logged numbers by key.
+        spacing: relative distance of the loss to the next number of its own type; 2⁻⁷ for bfloat16.
     """
 
     loss: float
     dtype: torch.dtype
     logs: Mapping[str, Logged]
+    spacing: float = 0.0
 
 
 @dataclass
@@ -237,7 +240,8 @@ def find(
         empty = any(not all(count) for count in counts.values())
         return Finding(every, tells=False, numbers=(whole.loss, _mean(losses, sizes)), opaque=True, empty=empty)
     scale = max(abs(loss) for loss in (*losses, whole.loss))
-    tolerance = _TOLERANCE.get(whole.dtype, _NARROW) * scale
+    within = max(_TOLERANCE.get(whole.dtype, _NARROW), _SPACINGS * whole.spacing)
+    tolerance = within * scale
     ways: dict[Any, Sequence[float]] = {None: sizes, **{way: count for way, count in counts.items() if sum(count)}}
     means = {way: _mean(losses, weights) for way, weights in ways.items()}
     predicted = {**means, "sum": sum(losses)}
@@ -251,8 +255,7 @@ def find(
         values = [parts[place].logs[key].value for place in held]
         of_held = {way: [each[place] for place in held] for way, each in weights.items()}
         if not held or _tell(values, logged.value):
-            within = max(_TOLERANCE.get(whole.dtype, _NARROW), _LOGGED)
-            logs[key] = fitting(values, logged.value, of_held, within) if held else {}
+            logs[key] = fitting(values, logged.value, of_held, max(within, _LOGGED)) if held else {}
     wide = {key for key, logged in whole.logs.items() if logged.wide}
     lines = {key: logged.line for run in (*parts, whole) for key, logged in run.logs.items()}
     rounding = _ROUNDING[torch.float32] if whole.dtype in _TOLERANCE else _NARROW

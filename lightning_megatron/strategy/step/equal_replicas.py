@@ -13,16 +13,15 @@ step where ``.data`` occurs in code that it may reach, which leaves no trace tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.renormalised_rows import renormalised
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
@@ -31,6 +30,43 @@ from lightning_megatron.strategy.processes import Processes
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
 _APART_STAGES = 1e-6  # each of which updates its own
+
+
+class WeightSums:
+    """Sums of weights, compared over some ranks.
+
+    Args:
+        gradients: knows which weights are spread over replicas.
+        processes: of the strategy.
+        axis: of the ranks.
+        share: of the sum of a weight's magnitudes by which its sums may differ.
+    """
+
+    def __init__(self, gradients: ModelGradients, processes: Processes, axis: str, share: float) -> None:
+        self._gradients, self._device, self._share = gradients, processes.device, share
+        self._group, self._compares = processes.mesh.group(axis), processes.world.compares
+
+    def is_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether all of a weight is here now."""
+        windows = self._gradients.windows
+        return not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
+
+    def apart(self, weights: Mapping[str, Tensor | None]) -> Iterator[tuple[str, float, float]]:
+        """Name, lowest and highest sum of the weights that differ; collective over the ranks, with the same names.
+
+        Args:
+            weights: ``None`` for those that this rank does not have.
+        """
+        if not weights:
+            return
+        nothing = torch.full((2,), torch.nan, dtype=torch.float64, device=self._device)
+        sums = [nothing if each is None else _sums(each).to(self._device) for each in weights.values()]
+        lowest, highest = extremes_over(torch.stack(sums), self._group)
+        if not self._compares:
+            return
+        differ = (highest[:, 0] - lowest[:, 0] > self._share * highest[:, 1]).tolist()
+        for index in [at for at, differs in enumerate(differ) if differs]:
+            yield list(weights)[index], float(lowest[index, 0]), float(highest[index, 0])
 
 
 class EqualReplicas:
@@ -43,8 +79,8 @@ class EqualReplicas:
     """
 
     def __init__(self, module: nn.Module, gradients: ModelGradients, processes: Processes) -> None:
-        self._module, self._gradients, self._device = module, gradients, processes.device
-        self._group, self._compares = processes.mesh.group("data_parallel"), processes.world.compares
+        self._module, self._gradients = module, gradients
+        self._sums = WeightSums(gradients, processes, "data_parallel", _APART)
         self._steps, self._epoch, self._again = 0, -1, False
 
     def check(self, epoch: int) -> None:
@@ -73,15 +109,10 @@ class EqualReplicas:
         self._gradients.finish_gather(spread=False)
         listed = type(self._module).named_parameters(self._module)
         shortened = {id(p) for p in renormalised(self._module)} if in_step else ()  # behind the backward, on all
-        named = [(name, p) for name, p in listed if id(p) not in shortened and self._is_common(name, p)]
-        if not named:
-            return
-        bounds = _bounds([parameter for _, parameter in named], self._device, self._group)
-        if not self._compares:
-            return
-        for index, lowest, highest in _apart(bounds, _APART):
+        named = {name: p for name, p in listed if id(p) not in shortened and self._is_common(name, p)}
+        for name, lowest, highest in self._sums.apart(named):
             raise RuntimeError(
-                f"`{named[index][0]}` differs between the replicas, of which each has written its own value into it: "
+                f"`{name}` differs between the replicas, of which each has written its own value into it: "
                 f"its elements add up to {lowest!r} on one and {highest!r} on another. In one process "
                 "there is one weight. Where a hook or step writes into weights, let every rank write the same: take "
                 "numbers of a batch as a mean over the replicas (`self.all_gather(x).mean(0)`), draw from a generator "
@@ -90,9 +121,7 @@ class EqualReplicas:
 
     def _is_common(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether every replica has all of a weight now: not an expert's, and not spread over the replicas."""
-        windows = self._gradients.windows
-        here = not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
-        return here and not self._gradients.holders_of(name).of_experts
+        return self._sums.is_whole(parameter) and not self._gradients.holders_of(name).of_experts
 
 
 class EqualStages:
@@ -106,8 +135,8 @@ class EqualStages:
     """
 
     def __init__(self, module: nn.Module, presence: Presence, gradients: ModelGradients, processes: Processes) -> None:
-        self._module, self._gradients, self._device = module, gradients, processes.device
-        self._group, self._compares = processes.mesh.group("pipeline_parallel"), processes.world.compares
+        self._module, self._gradients = module, gradients
+        self._sums = WeightSums(gradients, processes, "pipeline_parallel", _APART_STAGES)
         self._names = [
             name
             for name, entry in presence.entries.items()
@@ -117,7 +146,7 @@ class EqualStages:
         self._firsts = {name: presence.entries[name].first for name in presence.entries}
         self._steps, self._always = 0, False
         if self._names:
-            self._always = any(objects.gather(writes_unseen(module), self._group))
+            self._always = any(objects.gather(writes_unseen(module), processes.mesh.group("pipeline_parallel")))
 
     @torch.no_grad()
     def check(self) -> None:
@@ -131,22 +160,15 @@ class EqualStages:
             return
         self._gradients.finish_gather(spread=False)
         listed = type(self._module).named_parameters(self._module, remove_duplicate=False)
-        here = {self._firsts.get(name, name): parameter for name, parameter in listed if self._is_whole(parameter)}
-        bounds = _bounds([here.get(name) for name in self._names], self._device, self._group)
-        if not self._compares:
-            return
-        for index, lowest, highest in _apart(bounds, _APART_STAGES):
+        here = {self._firsts.get(name, name): each for name, each in listed if self._sums.is_whole(each)}
+        for name, lowest, highest in self._sums.apart({name: here.get(name) for name in self._names}):
             raise RuntimeError(
-                f"`{self._names[index]}` is a weight that several pipeline stages have, and was written on some of "
+                f"`{name}` is a weight that several pipeline stages have, and was written on some of "
                 f"them only: its elements add up to {lowest!r} on one and {highest!r} on another. The code of a step "
                 "behind the layers runs on the last stage alone. Write the weight before the layers are called, or in "
                 "a hook (`on_train_batch_start`, `on_train_batch_end`) that every rank runs alike, or use "
                 "`pipeline_parallel_size=1`."
             )
-
-    def _is_whole(self, parameter: nn.Parameter) -> bool:
-        windows = self._gradients.windows
-        return not parameter.is_meta and (windows is None or windows.spread_place(parameter) is None)
 
 
 def comparisons(
@@ -166,21 +188,6 @@ def comparisons(
     if not wanted or stage is None:
         return replicas, None
     return replicas, EqualStages(module, stage.presence, gradients, processes)
-
-
-def _bounds(parameters: Sequence[Tensor | None], device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """[parameter, 3]: the highest sum of the elements, of their magnitudes, and the lowest sum, its sign turned."""
-    nowhere = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
-    sums = torch.stack([nowhere if each is None else _sums(each).to(device) for each in parameters])
-    lowest = torch.where(sums[:, :1].isinf(), sums[:, :1], -sums[:, :1])
-    return raw_all_reduce(torch.cat([sums, lowest], dim=1), group, keep=False, maximum=True)
-
-
-def _apart(bounds: Tensor, share: float) -> Iterator[tuple[int, float, float]]:
-    """Index, lowest and highest sum of the parameters that differ by more than a share of their magnitudes."""
-    highest, lowest = bounds[:, 0], -bounds[:, 2]
-    for index in (highest - lowest > share * bounds[:, 1]).nonzero().flatten().tolist():
-        yield index, float(lowest[index]), float(highest[index])
 
 
 def _sums(parameter: Tensor) -> Tensor:

@@ -58,10 +58,10 @@ class PlainStep:
             self._losses.take_batch(batch, "training_step", self._device)
         recording = self._recording.step(1, cut.logs, alone=self._logs_alone)
         with recording as recorder, _NOTHING if automatic else self._backwards:
-            if cut.logs:
+            if cut.logs or self._cuts.weighs:
                 recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch))
             output = self._experts.ending(call)(batch)
-            unseen = self._cuts.trials.unseen
+            unseen = self._cuts.trials.looks_new
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if compares:
