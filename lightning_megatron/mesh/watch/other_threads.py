@@ -1,26 +1,26 @@
-"""Where another thread is, read without touching its frames.
+"""Where another thread is, read from outside, without ending the process.
 
-A thread that looks at another one's frames (``sys._current_frames``, ``f_back``) makes frame objects. Making one may
-run a garbage collection, whose finalizers let the other thread go on and leave the very frame: what was made then
-points to freed memory, and the process dies of a segmentation fault. ``faulthandler`` writes the lines of a stack
-without making any object, and no other thread runs Python code meanwhile::
+To look at another thread's frames (``sys._current_frames``, ``f_back``) makes frame objects. Before Python 3.12, making
+one may collect garbage at once, whose finalizers let the other thread go on and leave the very frame: what was made
+then points to freed memory, a segmentation fault. So no garbage is collected while a frame object is made::
 
-    Thread 0x00007f0c2b7e5740 (most recent call first):     the threads, as hexadecimal `ident`
-      File "/home/me/task.py", line 31 in tokenize          their places, innermost first
+    this thread     make an object of frame f ─ collect ─ __del__ releases the GIL ─▶ f is gone, its object is not
+    the other one                                         └─▶ leaves f
+
+``faulthandler`` makes no objects, but walks the list of threads without its lock: a thread that torch starts meanwhile,
+for a collective or a backward, is on that list before it has a stack.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import linecache
-import re
-import tempfile
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import NamedTuple
-
-_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)\b")
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_PLACE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 class StackLine(NamedTuple):
@@ -49,37 +49,33 @@ def places_of(thread: int, most: int = 40) -> list[StackLine] | None:
         most: how many are read.
 
     Returns:
-        The places; ``None`` if the thread is not found (it has ended, or 100 newer threads hide it).
+        The places; ``None`` if the thread is not found.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return read_places(file.read().decode("ascii", "replace"), thread, most)
+    with _nothing_collected():
+        frame: FrameType | None = sys._current_frames().get(thread)
+        if frame is None:
+            return None
+        found: list[StackLine] = []
+        while frame is not None and len(found) < most:
+            found.append(StackLine(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+            frame = frame.f_back
+        return found
 
 
-def read_places(written: str, thread: int, most: int) -> list[StackLine] | None:
-    """The places of one thread in what ``faulthandler`` has written about all."""
-    found: list[StackLine] | None = None
-    for line in written.splitlines():
-        header = _THREAD.match(line)
-        if header is not None and found is not None:
-            break
-        if header is not None and int(header[1], 16) == thread:
-            found = []
-        place = _PLACE.match(line)
-        if place is not None and found is not None and len(found) < most:
-            number = int(place[2]) if place[2].isdigit() else 0
-            found.append(StackLine(_unescaped(place[1]), number, _unescaped(place[3])))
-    return found
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage is collected inside, for far less than the 5 ms after which another thread gets its turn."""
+    with _ONE:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
-def _unescaped(name: str) -> str:
-    """A name as it was, where ``faulthandler`` wrote ``\\xe9`` for a letter that is not ASCII."""
-    if "\\" not in name:
-        return name
-    return re.sub(
-        r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))", lambda m: chr(int(m[m.lastindex or 1], 16)), name
-    )
+_ONE = threading.Lock()
 
 
 def listing(places: Sequence[StackLine]) -> str:
