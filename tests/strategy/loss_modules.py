@@ -24,6 +24,8 @@ def tokens(count: int, *, padded_from: int = 0, seed: int = 0) -> tuple[Tensor, 
 
 
 UNLIKE_STEPS = 24
+UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 2, 4, 1)}
+"""Samples of each replica, by the number of replicas; in every second step in reverse."""
 
 
 class Task(LightningModule):
@@ -81,7 +83,30 @@ class Unlike(Task):
         samples = [(x[:n], y[:n]) for x, y, n in zip(*tokens(len(lengths)), lengths, strict=True)]
         options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
         chosen = [at for at in range(len(samples)) if at % options["num_replicas"] == options["rank"]]
-        return DataLoader(Subset(samples, chosen), batch_size=2 // options["num_replicas"], collate_fn=padded)
+        return DataLoader(Subset(samples, chosen), batch_size=max(1, 2 // options["num_replicas"]), collate_fn=padded)
+
+
+class Uneven(Task):
+    """A token mean of batches that a sampler of the user's own cuts, into other numbers of samples on each replica."""
+
+    padded_from = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = TensorDataset(*tokens(8 * STEPS, padded_from=self.padded_from))
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        batches = []
+        for step in range(STEPS):
+            sizes = UNEVEN[options["num_replicas"]][:: -1 if step % 2 else 1]
+            start = 8 * step + sum(sizes[: options["rank"]])
+            batches.append(list(range(start, start + sizes[options["rank"]])))
+        return DataLoader(samples, batch_sampler=batches)
+
+
+class UnevenRows(Uneven):
+    """The same, with a mean over samples."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return Rows.loss(self, x, y)  # type: ignore[arg-type]
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -450,3 +475,4 @@ REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "logs_list": (LogsList, r"`self.log\(three, \[3\]\)` was called, but `list` values cannot be logged"),
     "logs_text": (LogsText, r"`self.log\(three, 3\)` was called, but `str` values cannot be logged"),
 }
+SAMPLED: dict[str, Callable[[], Task]] = {"unlike": Unlike, "uneven": Uneven, "uneven_rows": UnevenRows}

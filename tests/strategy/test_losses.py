@@ -32,6 +32,7 @@ from tests.parity.scenario import Layout, differences, trainer_for
 from tests.strategy.loss_modules import (
     BATCH,
     REFUSED,
+    SAMPLED,
     WEIGHED,
     WHOLE,
     Dropping,
@@ -40,7 +41,6 @@ from tests.strategy.loss_modules import (
     LogsOthers,
     Noisy,
     Task,
-    Unlike,
     tokens,
 )
 from tests.strategy.test_step import CPU, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
@@ -419,7 +419,7 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     losses, ways = Losses(), Ways()
     trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses, ways])
     refused = {key: build for key, (build, _) in REFUSED.items()}
-    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers, "unlike": Unlike}[name]()
+    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers, **SAMPLED}[name]()
     trainer.fit(module)
     strategy = trainer.strategy
     weights = strategy.full_state_dict() if isinstance(strategy, MegatronStrategy) else module.state_dict()

@@ -78,6 +78,32 @@ def test_nothing_is_said_where_the_user_means_each_replicas_own() -> None:
     run_trainers(trained, (1, 2), "in_batch", {"whole_batch_loss": False}, devices=2)
 
 
+@pytest.mark.parametrize("name", ["uneven", "uneven_rows"])
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ((1, 2), UNCUT),
+        pytest.param((1, 4), UNCUT, marks=WIDE),
+        pytest.param((1, 2), {**UNCUT, "optimizer_sharding": False}, marks=WIDE),
+        pytest.param((1, 2), {**UNCUT, "random_streams": "layout"}, marks=WIDE),
+        pytest.param((1, 2), {**UNCUT, "weight_sharding": {"free": "layer"}}, marks=WIDE),
+        pytest.param((2, 2), UNCUT, marks=WIDE),
+        pytest.param((1, 2), {"micro_batch_size": 2}, marks=WIDE),
+        pytest.param((2, 2), {"micro_batch_size": 1}, marks=WIDE),
+        pytest.param((2, 2), {"micro_batch_size": 4}, marks=WIDE),
+        pytest.param((1, 4), {"micro_batch_size": 1}, marks=WIDE),
+    ],
+    ids=str,
+)
+def test_replicas_with_unlike_numbers_of_samples_weigh_as_many(
+    name: str, layout: Layout, arguments: Mapping[str, Any]
+) -> None:
+    expected = one_process(trained, None, name, {})
+    found = run_trainers(trained, layout, name, arguments, devices=layout[0] * layout[1])[0]
+    for what in ("weights", "logged"):
+        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
+
+
 def count_targets(batch: Any) -> int:
     return int((batch[1] != -100).sum())
 

@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
@@ -93,6 +93,16 @@ def deals_in_turns(module: pl.LightningModule) -> bool:
     samplers: list[Any] = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
     samplers += [getattr(loader.batch_sampler, "sampler", None) for loader in loaders if isinstance(loader, DataLoader)]
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def deals_equally(module: pl.LightningModule) -> bool:
+    """Whether the batches of training are known to have as many samples on each replica: torch's own batches of what
+    one of its distributed samplers has dealt out.
+    """
+    combined, _ = fetched_loaders(module.trainer)
+    loaders = getattr(combined, "flattened", None) or ()
+    batches = [loader.batch_sampler if isinstance(loader, DataLoader) else None for loader in loaders]
+    return all(type(each) is BatchSampler and isinstance(each.sampler, DistributedSampler) for each in batches)
 
 
 class DealtSampler(DistributedSamplerWrapper):

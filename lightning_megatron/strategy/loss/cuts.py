@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.repeats import Repeats
+from lightning_megatron.strategy.lightning.samplers import deals_equally
+from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 from lightning_megatron.strategy.logs.joined import Joint
 from lightning_megatron.strategy.loss.gradient_trials import BackwardTrials
 from lightning_megatron.strategy.loss.mixing import MixingTrials
@@ -65,7 +68,8 @@ class Cuts:
         mixing: tries whether a mixture's loss is one of the whole batch.
         backwards: tries whether code in backwards mixes samples.
         trials: of the loss.
-        weighs: whether the user says what each replica's batch counts.
+        weighs: whether what replicas' batches count may differ before any trial: the user says what they do, or each
+            replica's loader may give other numbers of samples.
         latest: of :meth:`uncut`.
     """
 
@@ -78,7 +82,8 @@ class Cuts:
         self._says_weight = self._options.loss_weight is not None
         tries = self._options.whole_batch_loss == "auto" and not self._says_weight
         self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
-        self.weighs = self._says_weight and self._layout.data > 1
+        self.weighs, self._unlike = self._says_weight and self._layout.data > 1, False
+        self._loaders: Any = None
         self.latest = Cut([1.0], float(self._layout.data))
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
@@ -93,6 +98,17 @@ class Cuts:
         if self._options.whole_batch_loss is True and not self._stages.may_run_around:
             return [batch]
         return self.split(batch, self._options.micro_batch_size, alike=True)
+
+    def stays_whole(self, batch: Any) -> bool:
+        """Whether a batch that one stage runs is not cut, on all replicas alike. Collective over them."""
+        size = self._options.micro_batch_size
+        return self._some_stay_whole(size == "auto" or batch_size_of(batch) <= int(size))
+
+    def _some_stay_whole(self, whole: bool) -> bool:
+        """Whether the batch stays whole here, or on a replica that has fewer samples."""
+        self._look_at_loaders()
+        cuts = self._unlike and (self._layout.pipeline > 1 or self._options.micro_batch_size != "auto")
+        return any(objects.gather(whole, self._context.mesh.group("data_parallel"))) if cuts else whole
 
     def split(self, batch: Any, chosen: int | str, *, alike: bool = False) -> list[Any]:
         """A batch in micro-batches of a chosen size, or of one found by the number of stages.
@@ -119,6 +135,8 @@ class Cuts:
         """
         mixing, counts = self.mixing, self.mixing.counts
         mixing.begin()
+        if self._layout.pipeline > 1 and self._some_stay_whole(len(split) == 1):
+            split = [batch]
         with counts.aside():
             parts, cut = self._cut(call, batch, split)
             weights = cut.weights if len(parts) > 1 and not cut.sums else ()
@@ -146,6 +164,18 @@ class Cuts:
         self.mixing.mixes(call, batch, [batch], first=first)
         self.mixing.counts.agreed([batch])
         return self.latest
+
+    def _look_at_loaders(self) -> None:
+        """Find out whether replicas may have unlike numbers of samples; collective where there are new loaders."""
+        module = self._context.module
+        if self._layout.data == 1:
+            return
+        combined, _ = fetched_loaders(module.trainer)
+        if combined is self._loaders:
+            return
+        self._loaders = combined
+        self._unlike = not all(objects.gather(deals_equally(module), self._context.mesh.group("world")))
+        self.weighs = self._says_weight or (self._unlike and self._options.whole_batch_loss is not False)
 
     def asks(self, parts: Sequence[Any]) -> Asks | None:
         """What tells the stages that a step leaves its batch out; ``None`` where no step does."""
@@ -210,7 +240,7 @@ class Cuts:
     def _over_replicas(self, weights: Sequence[float], differ: bool) -> float:
         """The total of the weights over all replicas, so that losses divided by it add up."""
         total, replicas = sum(weights), self._layout.data
-        if not differ or replicas == 1:
+        if replicas == 1 or not (differ or self.weighs):
             return total * replicas
         shared = torch.tensor(total, dtype=torch.float64, device=self._context.device)
         dist.all_reduce(shared, group=self._context.mesh.group("data_parallel"))

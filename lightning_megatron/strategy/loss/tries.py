@@ -185,9 +185,7 @@ class LossTrials:
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
         joins = Joins(batch, parts, self._beyond if cut else None)
-        if self._steps >= self._next:
-            self._next = self._steps * (2 if len(joins.joins) == 1 and self._steps < _AGAIN else _AGAIN)
-        self._fresh = True
+        due, self._fresh = self._steps >= self._next, True
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
         sees, traces = (
             SeesGroup(None if self.replicas is None else self.replicas.group),
@@ -213,11 +211,14 @@ class LossTrials:
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
-        given = (own, by_sample), writes, alone, unsure, tried.draws.narrow
+        given = (own, by_sample), writes, alone, unsure, tried.draws.narrow, len(joins.joins)
         told = objects.gather(given, self._mesh.group("world"))
-        found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow in told))
+        found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow, _ in told))
         self.reading = before.after(found)
-        self._unsure = any(unsure for *_, unsure, _ in told)
+        self._unsure = any(unsure for *_, unsure, _, _ in told)
+        if due:  # replicas may have unlike numbers of micro-batches
+            few = min(joined for *_, joined in told) == 1
+            self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))

@@ -18,7 +18,6 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.experts.exchange.taking_part import Calls, StepCalls
-from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -128,13 +127,10 @@ class StepEngine:
             self.whole = StepByHand(self._context, stage, self._in_parts, copies)
 
     def step(self, batch: Any) -> Step:
-        """The way that a batch of training takes: the plain one with one stage and one micro-batch of no weight."""
+        """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
         if not self._module.automatic_optimization:
             return self.whole
-        if self._options.loss_weight is not None and self._mesh.layout.data > 1:  # replicas' batches are weighed too
-            return self._in_parts
-        size = self._options.micro_batch_size
-        return self.whole if size == "auto" or batch_size_of(batch) <= int(size) else self._in_parts
+        return self.whole if self.has_stages or self._in_parts.cuts.stays_whole(batch) else self._in_parts
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
