@@ -109,6 +109,30 @@ class UnevenRows(Uneven):
         return Rows.loss(self, x, y)  # type: ignore[arg-type]
 
 
+class Kinds(Task):
+    """Token means of batches with and without weights of their tokens, in another order on each replica."""
+
+    padded_from = 0
+
+    def loss(self, x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
+        if not weights:
+            return super().loss(x, y)
+        each = self.each(x, y, reduction="none").view_as(y)
+        return (each * weights[0]).sum() / weights[0].sum()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        replicas, rank = options["num_replicas"], options["rank"]
+        x, y = tokens(8 * 12, padded_from=self.padded_from)
+        batches = []
+        for step in range(12):
+            rows = slice(8 * step + 8 // replicas * rank, 8 * step + 8 // replicas * (rank + 1))
+            weights = (y != -100).double()[rows]
+            kind = (step + rank) % 3 == 2  # of which one process has neither: the loss is the same
+            batches.append((x[rows], y[rows], weights) if kind else (x[rows], y[rows]))
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
 def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """A batch of them; targets of the padding are ignored."""
     x, y = zip(*samples, strict=True)
@@ -475,4 +499,4 @@ REFUSED: dict[str, tuple[Callable[[], Task], str]] = {
     "logs_list": (LogsList, r"`self.log\(three, \[3\]\)` was called, but `list` values cannot be logged"),
     "logs_text": (LogsText, r"`self.log\(three, 3\)` was called, but `str` values cannot be logged"),
 }
-SAMPLED: dict[str, Callable[[], Task]] = {"unlike": Unlike, "uneven": Uneven, "uneven_rows": UnevenRows}
+SAMPLED: dict[str, Callable[[], Task]] = {"unlike": Unlike, "uneven": Uneven, "uneven_rows": UnevenRows, "kinds": Kinds}

@@ -104,6 +104,17 @@ def test_replicas_with_unlike_numbers_of_samples_weigh_as_many(
         assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
 
 
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [((1, 2), UNCUT), ((1, 2), {"micro_batch_size": 2}), pytest.param((2, 2), {"micro_batch_size": 1}, marks=WIDE)],
+    ids=str,
+)
+def test_replicas_may_have_other_kinds_of_batches_in_a_step(layout: Layout, arguments: Mapping[str, Any]) -> None:
+    expected = one_process(trained, None, "kinds", {})
+    found = run_trainers(trained, layout, "kinds", arguments, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", found.value["weights"], expected["weights"], 1e-9)), found.output
+
+
 def count_targets(batch: Any) -> int:
     return int((batch[1] != -100).sum())
 

@@ -211,8 +211,9 @@ class Cuts:
                 repeats.note("training_step")
                 return self._cut(call, batch, parts)
             once, told = self.trials.once, read.tells_replicas if len(parts) == 1 else not read.whole
-            if read.whole:
-                layers, parts = parts if self.trials.around and len(parts) > 1 else [], [batch]
+            if read.whole or self.trials.looks_new:
+                around = self.trials.around and not self.trials.looks_new
+                layers, parts = parts if around and len(parts) > 1 else [], [batch]
             if told:
                 logs, sums = read.within, read.way == "sum"
                 weigh = read.way if isinstance(read.way, Counted) else None

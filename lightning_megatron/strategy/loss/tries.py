@@ -81,6 +81,7 @@ class LossTrials:
         self._schedule = partial(context.schedule, forward_only=True)
         self._steps, self._next = 0, 1
         self._looks: set[Any] = set()
+        self._held: tuple[Any, Sequence[Any]] | None = None
         self._keys: set[str] = set()
         self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
         self._rounds = context.mesh.layout.tensor * context.mesh.layout.context > 1  # numbers, each rank otherwise
@@ -102,13 +103,18 @@ class LossTrials:
             parts: its micro-batches; one where it runs uncut.
         """
         self._steps += 1
+        held, self._held = self._held, None
         if self.replicas is not None:
             self.replicas.unseen = False
         known = self.reading.tried and self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
         if not known or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
             if why:
-                self._try_if_possible(call, batch, parts, why)
+                self._try_if_possible(call, *(held or (batch, parts)), why)
+        if self.replicas is not None and self.replicas.unseen and self._is_new(batch):
+            self._held = batch, parts
+        elif self.replicas is not None:
+            self.replicas.unseen = False
         return self.reading
 
     def _try_if_possible(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
@@ -118,6 +124,7 @@ class LossTrials:
         elif self.replicas is not None:
             pieces = self.replicas.pieces_of(batch, apart=why == "counts")
         due = self._steps >= self._next
+        self._looks.add(look_of(batch))
         if pieces is not None:
             self._try(call, pieces, why, cut=len(parts) > 1)
         elif due:
@@ -146,16 +153,19 @@ class LossTrials:
             self._keys.update(names)
         self._fresh = False
 
+    def _is_new(self, batch: Any) -> bool:
+        """Whether the batch looks like none that was tried."""
+        return look_of(batch) not in self._looks
+
     def _due(self, batch: Any, parts: Sequence[Any]) -> str:
         """Why the step has to be tried on this batch; "" if it need not be."""
-        look, reading = look_of(batch), self.reading
+        reading = self.reading
         known = reading.tried and (reading.whole or not any(reading.open()))
         self._beyond = None if known else self._extremes.grow(batch)
-        if look not in self._looks:
-            self._looks.add(look)
-            if self.replicas is None or len(parts) > 1 or self._steps == 1:
+        if self._is_new(batch):
+            if self.replicas is None or self._steps == 1:
                 return "look"
-            self.replicas.unseen = True
+            self.replicas.unseen = True  # is tried with the others, in the next step
         if self.replicas is not None and self.replicas.looks_other:  # in the step before, on some replica
             self.replicas.looks_other = False
             return "look"
