@@ -41,6 +41,9 @@ class GradientSink(Protocol):
     def set_final(self, final: bool | frozenset[int]) -> None:
         """Say which gradients that arrive from now on are the last of this batch: all, none, or those of some ids."""
 
+    def all_arrived(self) -> None:
+        """Say that no gradient of this batch is to come, before anything else goes between the ranks."""
+
     def finish(self) -> None:
         """Wait for the sums and publish them."""
 
@@ -147,6 +150,10 @@ class HookedGradients:
     def set_final(self, final: bool | frozenset[int]) -> None:
         """See :class:`GradientSink`."""
         self.sink.set_final(final)
+
+    def all_arrived(self) -> None:
+        """See :class:`GradientSink`."""
+        self.sink.all_arrived()
 
     def finish(self) -> None:
         """Wait for the sums, call the hooks, and publish what they made of them."""

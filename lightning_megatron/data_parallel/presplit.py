@@ -93,6 +93,9 @@ class ReplicaAverage:
     def set_final(self, final: bool | frozenset[int]) -> None:
         """Do nothing: the reduction does not overlap with the backward."""
 
+    def all_arrived(self) -> None:
+        """Do nothing: the reduction begins in :meth:`finish`."""
+
     def finish(self) -> None:
         """Average the gradients if ``begin`` was called with ``reduce``; collective over the data group."""
         if self._reduce:

@@ -511,7 +511,7 @@ class Data(LightningDataModule):
         if self.name == f"uneven_{kind}" and sizes["rank"] == sizes["num_replicas"] - 1:
             own = own[:, :5] if kind == "batches" else own[:1]
         x, y = own[..., :-1].flatten(0, 1), own[..., 1:].flatten(0, 1).clone()
-        if self.name == "masked" and kind == "batches":
+        if self.name in ("masked", "strange_sure") and kind == "batches":
             y[:, 2:][x[:, 0] % 2 == 0] = -100
         return DataLoader(TensorDataset(x, y), batch_size=own.shape[1])
 

@@ -42,6 +42,14 @@ class Loop(nn.Module):
         return out.view_as(x)
 
 
+class Sure(Loop):
+    """Sends each token to one expert, whose weight is divided by itself: its router learns nothing but rounding."""
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        weights, index = self.gate(rows).softmax(-1, dtype=torch.float32).topk(1)
+        return (weights * weights.sum(-1, keepdim=True).reciprocal()).to(rows.dtype), index
+
+
 class Normed(Loop):
     """Has experts with a norm inside, which looks at all of their inner width."""
 
@@ -457,12 +465,8 @@ class Pushed(Selected):
         self.router.bias.data = torch.tensor([50.0, 49.0, -50.0, -50.0])
 
 
-EXACT = {
-    kind.__name__.lower(): kind
-    for kind in (Loop, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences)
-}
-
-
+_ALIKE = Loop, Sure, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences
+EXACT = {kind.__name__.lower(): kind for kind in _ALIKE}
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}
 PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Returned, Logits, Choosing)}
 """What mixes samples: over replicas it is not what one process computes."""

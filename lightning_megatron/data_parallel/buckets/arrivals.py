@@ -1,10 +1,11 @@
-"""Autograd's hooks that tell when the gradient of a parameter has arrived."""
+"""Autograd's hooks that tell when the gradient of a parameter has arrived; and what is done once all of a bucket have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
@@ -45,3 +46,12 @@ class ArrivalHook:
     def _others(self) -> dict[int, Any]:
         hooks: dict[int, Any] = self._parameter._post_accumulate_grad_hooks
         return hooks
+
+
+def copy_arrived(bucket: Bucket) -> None:
+    """Copy all gradients into their bucket with one foreach call instead of one copy per parameter."""
+    pairs = [(v, p) for v, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
+    if pairs:
+        torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])  # type: ignore[misc]
+    for view, parameter in pairs:
+        parameter.grad = view

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook
+from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook, copy_arrived
 from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket, Piece, WeightLayout, make_bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
@@ -213,6 +213,17 @@ class GradientBuckets:
             self._asleep.discard(key)
             self._hooks[key].wake()
 
+    def all_arrived(self) -> None:
+        """Start the reductions that wait for a gradient that did not come, for which zeros count.
+
+        On another replica it may have come, and the reduction be under way: between the replicas, it comes before
+        whatever they exchange next, on all of them.
+        """
+        if self._reduce:
+            for bucket in self._own:
+                if not (bucket.launched or bucket.adds):
+                    self._launch(bucket)
+
     def finish(self) -> None:
         """Wait for the reductions, divide the sums, and publish them; collective over the holders if ``reduce``."""
         if self._sums is not None:
@@ -343,7 +354,7 @@ class GradientBuckets:
         if bucket.shard_only:
             bucket.allocate()
         if self._copy_late:
-            self._copy_whole(bucket)
+            copy_arrived(bucket)
         sharing = bucket.sharing
         bucket.maxima = {}
         if self._inspect:
@@ -366,15 +377,6 @@ class GradientBuckets:
             self._under_way.append(bucket)
             if len(self._under_way) > 2:
                 self._complete(self._under_way.pop(0))
-
-    @staticmethod
-    def _copy_whole(bucket: Bucket) -> None:
-        """Copy all gradients into their bucket with one foreach call instead of one copy per parameter."""
-        pairs = [(v, p) for v, p in zip(bucket.views, bucket.parameters, strict=True) if p.grad is not None]
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])  # type: ignore[misc]
-        for view, parameter in pairs:
-            parameter.grad = view
 
     def _complete(self, bucket: Bucket) -> None:
         bucket.reduced = True

@@ -38,6 +38,9 @@ class LocalGradients:
     def set_final(self, final: bool | frozenset[int]) -> None:
         """Do nothing: no reduction waits for the last gradient."""
 
+    def all_arrived(self) -> None:
+        """Do nothing: nothing is reduced."""
+
     def finish(self) -> None:
         """Put gradients that were set aside back into ``.grad``."""
         withdrawn, self._withdrawn = self._withdrawn, None

@@ -71,6 +71,7 @@ class GradientTrial:
     Attributes:
         draws: of random numbers.
         failed: whether a step has failed.
+        loss: the largest magnitude of one on this stage.
         wrote: names of what backwards have written on the module or beside it.
     """
 
@@ -89,7 +90,7 @@ class GradientTrial:
         self._context, self._parameters, self._may_fail, self._at = context, parameters, may_fail, at
         self._around = nullcontext() if around is None else around
         self._traces = Traces(context.module, beside=True)
-        self.draws, self.failed = SameDraws({2: (0, 1)}), False
+        self.draws, self.failed, self.loss = SameDraws({2: (0, 1)}), False, 0.0
         self.wrote: list[Name] = []
 
     @property
@@ -141,7 +142,7 @@ class GradientTrial:
         try:
             with self._context.recording.aside(), self.draws.run(index), self._around, weights, eager:
                 output = call(whole_copy(piece))
-                trained_loss_of(output)
+                self.loss = max(self.loss, abs(float(trained_loss_of(output).detach())))
                 return output
         except Exception as error:
             if isinstance(error, RemoteFailure) or is_echo(error) or not self._may_fail:

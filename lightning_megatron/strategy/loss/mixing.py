@@ -42,6 +42,7 @@ from lightning_megatron.strategy.step.step_context import StepContext
 _AGAIN = 8  # factor between the steps in which it is tried
 _MOST = 8  # samples in each part
 _SMALL = 1e-3  # times the largest router's gradient: below it there is nothing but rounding
+_ROUNDING = 4 * torch.finfo(torch.float32).eps  # of a loss: many models weigh experts in 32 bits, whatever the dtype
 
 
 class _Found(NamedTuple):
@@ -49,12 +50,16 @@ class _Found(NamedTuple):
 
     Attributes:
         router: name of one whose gradient is of the whole batch, or "".
+        moves: by how much the loss may change with the routers, at most: ∑ |∂L/∂w|·|w|.
+        loss: the largest of the pieces; 0 on stages that compute none.
         gathers: whether the step gathers over the replicas.
         keeps_counts: whether layers keep counts for a bias.
         balanced: whether there are balancing losses beside, that are known.
     """
 
     router: str
+    moves: float
+    loss: float
     gathers: bool
     keeps_counts: bool
     balanced: bool
@@ -170,7 +175,8 @@ class MixingTrials:
         tried = [found for found, _ in told if found is not None]
         if len(tried) < len(told):  # nothing is known
             return False
-        router = next((each.router for each in tried if each.router), "")
+        least = _ROUNDING * max(each.loss for each in tried)  # experts that weigh 1 teach a router nothing
+        router = next((each.router for each in tried if each.router and each.moves > least), "")
         self._found = bool(router)
         if router:
             self._say(router, gathers=any(each.gathers for each in tried))
@@ -249,7 +255,9 @@ class MixingTrials:
         sees.dtypes |= trial.dtypes
         within = tolerance(self._device, {parameter.dtype for parameter in self._routers.values()} | sees.dtypes)
         router = mixed(found[2], found[0], found[1], within)
-        return _Found(router, sees.gathers, self._keep_counts, any(known.called for known in self._known))
+        moves = sum(float(grad.norm() * self._routers[name].detach().norm()) for name, grad in found[2].items())
+        called = any(known.called for known in self._known)
+        return _Found(router, moves, trial.loss, sees.gathers, self._keep_counts, called)
 
 
 def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:

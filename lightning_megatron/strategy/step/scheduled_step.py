@@ -174,6 +174,8 @@ class ScheduledStep:
             self._batches.begin(batch)
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
                 executor.run(step) if passes is None else passes(step, self._writes.undone)
+            if training:
+                self._gradients.sink.all_arrived()
             if repeats is not None and not training:
                 self._context.experts.end()
             outcome = self._stages.outcome(partial(self._merge, step, batch, parts, recorder, cut), name)
