@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def train(info: RankInfo, row: Row) -> Trace:
         callbacks=[Recorder(trace), best],
     )
     module = build(row.module)
+    if own := getattr(module, "own_of_replicas", ""):  # which is true, and said
+        warnings.filterwarnings("ignore", f"`training_step` writes {own} from the samples of each")
     trainer.fit(module)
     whole: Any = trainer.strategy
     trace.weights = whole.full_state_dict() if row.sizes[2] > 1 else local_weights(module)

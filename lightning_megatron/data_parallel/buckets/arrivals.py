@@ -1,4 +1,4 @@
-"""Autograd's hooks that tell when the gradient of a parameter has arrived; and what is done once all of a bucket have."""
+"""Autograd's hooks that tell when a parameter's gradient has arrived, and what is done when all of a bucket have."""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ def refuse_part(trunk: str, part: str, expected: int, where: str = "", *, again:
     option = f'pipeline_placement={{"{part}": "all"}}'
     keep = f"keep it on every stage with `MegatronStrategy({option})`"
     if expected == 0:
-        raise RuntimeError(f"`{part}` runs before the layers, but was placed on a later pipeline stage; {keep}.")
+        raise RuntimeError(
+            f"`{part}` runs before the layers of `{trunk}`, but was placed on a later pipeline stage; {keep}. If those "
+            "are not the layers that the step runs, name them with `pipeline_layers=...`."
+        )
     raise RuntimeError(
         f"`{part}` was called when layer {expected} of `{trunk}` was expected, and it is not on this stage. If the "
         "step leaves layers out, or a later training step runs the model again and the first did not, it cannot run "

@@ -17,6 +17,7 @@ from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
+_NAMED = 4  # values that a warning lists
 _SIZES = re.compile(
     r"\b(batch|shape|size|dim|length|element|row|sample|broadcast|stack|match|mismatch|numel)|out of (range|bounds)",
     re.IGNORECASE,
@@ -151,10 +152,11 @@ def warn_of_replicas(
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
     if values:
-        names = ", ".join(f"`{name}`" for name in values)
+        names = ", ".join(f"`{name}`" for name in values[:_NAMED])
+        more = f" and {len(values) - _NAMED} others" if len(values) > _NAMED else ""
         rank_zero_warn(
-            f"`training_step` writes {names} from the samples of each of the {replicas} replicas, where one process "
-            "writes it from all of them. Write a mean over the replicas (`self.all_gather(x).mean(0)`), use a "
+            f"`training_step` writes {names}{more} from the samples of each of the {replicas} replicas, where one "
+            "process writes it from all of them. Write a mean over the replicas (`self.all_gather(x).mean(0)`), use a "
             "torchmetrics object, or pass `whole_batch_loss=False` if each replica's own is meant."
         )
     new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]

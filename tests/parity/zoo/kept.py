@@ -178,6 +178,8 @@ class KeptSums(TokenTask):
 class Hooked(TokenTask):
     """Hooks of every kind on every layer: outputs scaled, inputs shifted, gradients scaled, sizes kept for the loss."""
 
+    own_of_replicas = "`sizes.0`, `sizes.1`, `sizes.2`, `sizes.3`"
+
     def __init__(self) -> None:
         super().__init__(Walker())
         self.sizes: dict[int, Tensor] = {}
