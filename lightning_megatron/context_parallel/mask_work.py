@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.context_parallel import rule_masks
+from lightning_megatron.context_parallel.rule_masks import RuleMask
 from lightning_megatron.context_parallel.token_split import Run, joined
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
@@ -58,9 +60,15 @@ def work_of(mask: Tensor, ranks: int, *, true_hides: bool) -> list[int] | None:
         ranks: to which pieces are dealt.
         true_hides: whether ``True`` hides a key, as in ``nn.MultiheadAttention``.
     """
-    seen = mask > _HIDDEN if mask.is_floating_point() else ~mask if true_hides else mask
-    tokens = seen.sum(-1).reshape(-1, seen.shape[-2]).sum(0).tolist()
-    if sum(tokens) == seen.numel():
+    step = max(1, rule_masks.AT_A_TIME // mask.shape[-1])
+    parts = []
+    for start in range(0, mask.shape[-2], step):
+        stop = min(start + step, mask.shape[-2])
+        rows = mask.part(start, stop, 0, mask.shape[-1]) if isinstance(mask, RuleMask) else mask[..., start:stop, :]
+        seen = rows > _HIDDEN if rows.is_floating_point() else ~rows if true_hides else rows
+        parts.append(seen.sum(-1).reshape(-1, stop - start).sum(0))
+    tokens = torch.cat(parts).tolist()
+    if sum(tokens) == mask.numel():
         return None
     return [sum(tokens[start:stop]) for start, stop in pieces_of(len(tokens), ranks)]
 

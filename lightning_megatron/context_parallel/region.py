@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.context_parallel.block_split import from_described, in_blocks
 from lightning_megatron.context_parallel.custom_functions import CustomFunctions
 from lightning_megatron.context_parallel.mask_work import agreed, balance_of, mask_among, work_of
+from lightning_megatron.context_parallel.rule_masks import masks_by_rule
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope
@@ -131,7 +132,8 @@ class TokenRegion:
         self._refuse_hooks()
         self.scope.running, self.scope.cut = True, False
         try:
-            output = step(batch)
+            with masks_by_rule(self.scope.masks):
+                output = step(batch)
             if not self.scope.cut:
                 raise RuntimeError(
                     f"no layer of `{type(self._module).__name__}` was called in this step with a tensor of [batch, "
@@ -259,6 +261,9 @@ class TokenRegion:
         lines += [f"  attention {count:>6} x  {how[name]}" for name, count in self.scope.attended.most_common()]
         for (shape, work), (count, balance) in self.cuts.items():
             lines.append(f"  cut {count:>6} x  {list(shape)}, {work} of a rank at most {balance:.3f} of the mean")
+        for name, count in self.scope.masks.most_common():
+            told = f"made whole for `{name}`" if name else "made as a rule, computed where queries meet keys"
+            lines.append(f"  mask {count:>11} x  {told}")
         lines += [f"  gathered {count:>6} x  `{name}`" for name, count in GATHERED.most_common()]
         return "\n".join(lines)
 

@@ -38,6 +38,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.layers.whole import SplitDim
 from lightning_megatron.mesh.autograd import first_order
@@ -97,6 +98,8 @@ class Scope:
         cut: whether tokens were split in it.
         method: how attention meets the other ranks' keys: ``"gather"``, ``"ring"`` or ``"ulysses"``.
         attended: number of attention calls, by method.
+        masks: number of masks that are rules, as ``""``, and of functions that needed one whole, by name.
+        rows: of masks that several layers are given, those of this rank's queries, which are copies.
         levels: ranks among which ``"ulysses"`` shares the heads, and those of the ring between such; ``None`` for one
             level.
         shared_out: makes the split whose parts are blocks of another's, over a group (sequence parallelism).
@@ -112,6 +115,8 @@ class Scope:
     ) -> None:
         self.method, self.levels = method, levels
         self.attended: Counter[str] = Counter()
+        self.masks: Counter[str] = Counter()
+        self.rows: Any = WeakTensorKeyDictionary()
         self.shared_out: Callable[[TokenSplit, dist.ProcessGroup], TokenSplit] = _not_shared_out
 
 

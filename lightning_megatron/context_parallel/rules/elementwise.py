@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_megatron.context_parallel.rule_masks import RuleMask
+from lightning_megatron.context_parallel.token_split import TokenSplit
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.layers.whole.pointwise import RULES as POINTWISE
 from lightning_megatron.layers.whole.pointwise import first_whole
@@ -35,6 +37,8 @@ def rows_of(model: WholeTensor, value: Any, place: int) -> Any:
         return value
     if value.shape[place] != model.spread.length:
         raise NeedsWhole
+    if isinstance(value, RuleMask) and place == -2:
+        return value.rows(cast(TokenSplit, model.spread).mine)
     return model.spread.take(value, value.ndim + place, 0)
 
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_megatron.context_parallel.rule_masks import RuleMask
 from lightning_megatron.context_parallel.rules.kept_rows import kept_as_rows
 from lightning_megatron.context_parallel.rules.ring_attention import like_torchs, ring
 from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step, in_two_levels
@@ -121,7 +122,13 @@ def by_heads(
     q, k, v = (cast(Tensor, _ToHeads.apply(x, split)) for x in (query, key, value))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads > 1:
         mask = mask.narrow(-3, rank * (heads // size), heads // size)
-    if around is not None and mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+    if (
+        around is not None
+        and mask is not None
+        and mask.ndim > 1
+        and mask.shape[-2] > 1
+        and not isinstance(mask, RuleMask)
+    ):
         mask = around.take(mask, mask.ndim - 2, 0)
 
     def attend() -> Tensor:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from lightning_megatron.context_parallel.rule_masks import RuleMask, check_unwritten, writes_of
 from lightning_megatron.context_parallel.token_split import Run, TokenSplit, after_the_step
 from lightning_megatron.mesh.messages.collectives import wait_for
 from lightning_megatron.mesh.messages.passed_on import start_rotation
@@ -41,35 +42,46 @@ class RingCall(NamedTuple):
         split: of queries and keys.
         is_causal: whether a query sees the tokens up to its own only.
         scale: factor of the scores.
+        rule: the mask, where it is one.
+        shared: whether scores have a dim in front of the queries for those that share a head of keys.
     """
 
     split: TokenSplit
     is_causal: bool
     scale: float
+    rule: RuleMask | None = None
+    shared: bool = False
 
     def tiles(self, mask: Tensor | None, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Blocks of this rank's queries and of ``owner``'s keys in which a query sees a key.
 
         Args:
-            mask: [.., rows, tokens] of this rank's rows, added to the scores; ``None`` hides nothing.
+            mask: [.., rows, tokens] of this rank's rows, as torch's attention takes it; ``None`` hides nothing.
             owner: whose keys are here.
 
         Yields:
-            Where the queries lie among the rows, the keys among those of ``owner``, and what to add to their scores.
+            Where the queries lie among the rows, the keys among those of ``owner``, and the mask of the two: ``True``
+            where a key is seen, or what is added to scores.
         """
         for start, stop, rows in _blocks(self.split.mine):
             for low, high, keys in _blocks(self.split.runs[owner]):
                 if self.is_causal and low >= stop:
                     continue
                 added = None
-                if mask is not None:
+                if self.rule is not None:
+                    sees = self.rule.sees(start, stop, low, high)
+                    if sees is False:
+                        continue
+                    if sees is None:
+                        added = self.rule.part(start, stop, low, high)
+                        added = added.unsqueeze(-3) if self.shared else added
+                elif mask is not None:
                     own = mask if mask.shape[-2] == 1 else mask[..., rows, :]
                     added = own[..., low:high] if mask.shape[-1] > 1 else own
-                    if bool((added == -math.inf).all()):
+                    if not bool(added.any() if added.dtype == torch.bool else (added != -math.inf).any()):
                         continue
                 elif self.is_causal and high > start + 1:
-                    hidden = torch.arange(low, high) > torch.arange(start, stop)[:, None]
-                    added = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+                    added = torch.arange(low, high) <= torch.arange(start, stop)[:, None]
                 yield rows, keys, added
 
 
@@ -113,7 +125,7 @@ class Ring(torch.autograd.Function):
             pair = coming()
         found = like_torchs(found.div_(total.masked_fill(total == 0.0, 1.0)))
         ctx.save_for_backward(query, key, value, mask, found, highest + total.log())
-        ctx.call, ctx.scope = call, call.split.scope
+        ctx.call, ctx.scope, ctx.writes = call, call.split.scope, writes_of(call.rule)
         return found.to(query.dtype)
 
     @staticmethod
@@ -121,6 +133,7 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, mask, found, level = ctx.saved_tensors
         call: RingCall = ctx.call
+        check_unwritten(call.rule, ctx.writes)
         level = level.masked_fill(level == -math.inf, math.inf)  # a row that sees no key has weights of zero
         wide = found.dtype
         grad = grad.to(wide)
@@ -158,6 +171,8 @@ def _owners(split: TokenSplit) -> Iterator[tuple[int, bool]]:
 def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(wide) @ key.to(wide).mT) * scale
+    if added is not None and added.dtype == torch.bool:
+        return scores.masked_fill_(~added.to(scores.device), -math.inf)
     return scores if added is None else scores + added.to(scores)
 
 
@@ -197,12 +212,13 @@ def ring(split: TokenSplit, query: Tensor, key: Tensor, value: Tensor, mask: Ten
     """
     scale = options.get("scale")
     call = RingCall(split, bool(options.get("is_causal")), query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    if isinstance(mask, RuleMask):
+        call, mask = call._replace(rule=mask), None
     if not options.get("enable_gqa") or key.shape[-3] == query.shape[-3]:
         return cast(Tensor, Ring.apply(query, key, value, mask, call))
     shared = key.shape[-3], query.shape[-3] // key.shape[-3]  # heads of keys, and queries that share each
     if mask is not None and mask.ndim > 2:
         mask = mask.unflatten(-3, shared) if mask.shape[-3] == query.shape[-3] else mask.unsqueeze(-3)
+    call = call._replace(shared=True)
     found = Ring.apply(query.unflatten(-3, shared), key.unsqueeze(-3), value.unsqueeze(-3), mask, call)
     return cast(Tensor, found).flatten(-4, -3)

@@ -10,48 +10,96 @@ forward and backward only this rank's rows are kept::
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.context_parallel import rule_masks
+from lightning_megatron.context_parallel.rule_masks import RuleMask, check_unwritten, writes_of
 from lightning_megatron.context_parallel.rules.head_attention import by_heads
 from lightning_megatron.context_parallel.rules.ring_attention import ring
 from lightning_megatron.context_parallel.rules.token_products import whole
 from lightning_megatron.context_parallel.rules.token_views import split_of
-from lightning_megatron.context_parallel.token_split import TokenSplit, after_the_step
+from lightning_megatron.context_parallel.token_split import Run, TokenSplit, after_the_step
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 
 
+class _Block(NamedTuple):
+    """Some of this rank's queries, the keys that they see, and the mask between the two."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+
+
 class _Call(NamedTuple):
-    """How to attend: torch's function and its options, and whose queries and keys these are."""
+    """How to attend: torch's function and its options, and whose queries and keys these are.
+
+    Attributes:
+        gathers: whether keys and values come as this rank's rows.
+        rule: the mask, where it is one.
+    """
 
     func: Callable[..., Tensor]
-    queries: TokenSplit
+    queries: Sequence[Run]
     keys: TokenSplit
     is_causal: bool
     options: Mapping[str, Any]
+    gathers: bool = True
+    rule: RuleMask | None = None
+
+    def blocks(self, mask: Tensor | None, tokens: int) -> Iterator[_Block]:
+        """Blocks of queries, as few as leave of a mask `AT_A_TIME` entries; ``tokens`` is the number of keys."""
+        if self.rule is None and not self.is_causal:
+            yield _Block(slice(None), slice(0, tokens), mask)
+            return
+        step, behind = max(1, rule_masks.AT_A_TIME // max(1, tokens)), 0
+        for first, last in self.queries:
+            for start in range(first, last, step):
+                stop = min(start + step, last)
+                rows = slice(behind + start - first, behind + stop - first)
+                if self.rule is not None:
+                    yield _Block(rows, *self._by_rule(self.rule, start, stop, tokens))
+                    continue
+                seen = min(stop, tokens)
+                places = torch.arange(max(stop, seen))
+                yield _Block(rows, slice(0, seen), places[start:stop, None] >= places[:seen])
+            behind += last - first
+
+    @staticmethod
+    def _by_rule(rule: RuleMask, start: int, stop: int, tokens: int) -> tuple[slice, Tensor | None]:
+        """The keys from the first to the last that any of these queries sees, and their mask."""
+        tiles = [(low, min(low + TILE, tokens)) for low in range(0, tokens, TILE)]
+        sees = [rule.sees(start, stop, *tile) for tile in tiles]
+        met = [index for index, seen in enumerate(sees) if seen is not False] or [0]
+        keys = slice(tiles[met[0]][0], tiles[met[-1]][1])
+        if all(seen is True for seen in sees[met[0] : met[-1] + 1]):
+            return keys, None
+        return keys, rule.part(start, stop, keys.start, keys.stop)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Output of this rank's queries. query: [.., rows, d]; keys: [.., tokens, d]; mask: [.., rows, tokens]."""
-        if not self.is_causal or not self.queries.mine:
-            return self.func(query, keys, values, attn_mask=mask, **self.options)
-        found, first = [], 0
-        for start, stop in self.queries.mine:
-            seen = min(stop, keys.shape[-2])
-            tokens = torch.arange(max(stop, seen), device=query.device)
-            allowed = tokens[start:stop, None] >= tokens[:seen]
-            rows = query.narrow(-2, first, stop - start)
-            found.append(self.func(rows, keys[..., :seen, :], values[..., :seen, :], attn_mask=allowed, **self.options))
-            first += stop - start
-        return torch.cat(found, -2)
+        found = [self.meet(block, query, keys, values) for block in self.blocks(mask, keys.shape[-2])]
+        if not found:  # no queries here
+            found = [self.meet(_Block(slice(None), slice(None), None), query, keys, values)]
+        return found[0] if len(found) == 1 else torch.cat(found, -2)
+
+    def meet(self, block: _Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Output of a block of queries."""
+        mask = None if block.mask is None else block.mask.to(query.device)
+        operands = query[..., block.rows, :], keys[..., block.keys, :], values[..., block.keys, :]
+        return self.func(*operands, attn_mask=mask, **self.options)
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks, in one message where they have one shape but for the last dim."""
+        if not self.gathers:
+            return key, value
         if key.shape[:-1] != value.shape[:-1]:
             return self.keys.gathered(key, key.ndim - 2), self.keys.gathered(value, value.ndim - 2)
         both = self.keys.gathered(torch.cat([key, value], -1), key.ndim - 2)
@@ -59,28 +107,48 @@ class _Call(NamedTuple):
 
     def scatter(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The sums over the ranks of gradients of keys and values, for this rank's rows."""
+        if not self.gathers:
+            return key, value
         if key.shape[:-1] != value.shape[:-1]:
             return self.keys.scattered(key, key.ndim - 2), self.keys.scattered(value, value.ndim - 2)
         both = self.keys.scattered(torch.cat([key, value], -1), key.ndim - 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
+TILE = 512
+"""Keys of which a rule is asked at once whether a block of queries sees any."""
+
+
 class _Attend(torch.autograd.Function):
+    """Attention that keeps its operands only, and attends again in the backward, one block of queries at a time."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
-        ctx.call, ctx.scope = call, call.keys.scope
+        ctx.call, ctx.scope, ctx.writes = call, call.keys.scope, writes_of(call.rule)
         return call.attend(query, *call.gather(key, value), mask)
 
     @staticmethod
     @after_the_step
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, mask = ctx.saved_tensors
-        leaves = [x.detach().requires_grad_() for x in (query, *ctx.call.gather(key, value))]
-        with torch.enable_grad():
-            found = ctx.call.attend(*leaves, mask)
-        grads = torch.autograd.grad(found, leaves, grad)
-        return grads[0], *ctx.call.scatter(*grads[1:]), None, None
+        call: _Call = ctx.call
+        check_unwritten(call.rule, ctx.writes)
+        keys, values = call.gather(key, value)
+        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (keys, values)]
+        into = torch.zeros_like(query)
+        for block in call.blocks(mask, keys.shape[-2]):
+            parts = query[..., block.rows, :], keys[..., block.keys, :], values[..., block.keys, :]
+            leaves = [part.detach().requires_grad_() for part in parts]
+            everything = block._replace(rows=slice(None), keys=slice(None))
+            with torch.enable_grad():
+                found = call.meet(everything, *leaves)
+            into[..., block.rows, :], *met = torch.autograd.grad(found, leaves, grad[..., block.rows, :])
+            for total, part in zip(sums, met, strict=True):
+                total[..., block.keys, :] += part
+        del keys, values
+        scattered = (total.to(x.dtype) for total, x in zip(call.scatter(*sums), (key, value), strict=True))
+        return into, *scattered, None, None
 
 
 def _attention(
@@ -118,6 +186,11 @@ def _attention(
     if method == "ulysses" and not (keys.scope.levels and isinstance(attn_mask, Tensor) and attn_mask.requires_grad):
         keys.scope.attended[method] += 1
         rows, options["is_causal"] = (query.local(), key.local(), value.local()), is_causal
+        if isinstance(attn_mask, RuleMask) and keys.scope.levels is None:
+            if attn_mask.numel() <= rule_masks.AT_A_TIME:
+                attn_mask = attn_mask.whole("attention by heads")
+            else:
+                func = functools.partial(_by_blocks, func, keys)
         return query.like(by_heads(func, keys, *rows, None if attn_mask is None else whole(attn_mask), **options))
     mask = None if attn_mask is None else _own_rows(query, attn_mask)
     trained = mask is not None and mask.requires_grad
@@ -126,10 +199,23 @@ def _attention(
         options["is_causal"] = is_causal
         return query.like(ring(keys, query.local(), key.local(), value.local(), mask, **options))
     keys.scope.attended["gather"] += 1
-    call = _Call(func, split_of(query), keys, is_causal, options)
+    call = _Call(func, split_of(query).mine, keys, is_causal, options)
+    if isinstance(mask, RuleMask):
+        call, mask = call._replace(rule=mask, gathers=bool(split)), None
+        operands = (key.local(), value.local()) if split else (whole(key), whole(value))
+        return query.like(_Attend.apply(query.local(), *operands, mask, call))
     if split and not trained:
         return query.like(_Attend.apply(query.local(), key.local(), value.local(), mask, call))
     return query.like(call.attend(query.local(), whole(key), whole(value), mask))
+
+
+def _by_blocks(
+    func: Any, split: TokenSplit, query: Tensor, key: Tensor, value: Tensor, attn_mask: RuleMask, **options: Any
+) -> Tensor:
+    """Attention of some heads and all tokens, a block of queries at a time."""
+    options.pop("is_causal")  # which nothing is with a mask
+    call = _Call(func, ((0, split.length),), split, False, options, gathers=False, rule=attn_mask)
+    return cast(Tensor, _Attend.apply(query, key, value, None, call))
 
 
 def _as_autocast(value: Any, dtype: torch.dtype) -> Any:
@@ -144,9 +230,16 @@ def _own_rows(query: WholeTensor, mask: Any) -> Tensor:
         if mask.spread == query.spread and mask.along == mask.ndim - 2:
             return mask.local()
         mask = mask.full()
+    if isinstance(mask, RuleMask):
+        return mask
     if mask.ndim < 2 or mask.shape[-2] == 1:
         return mask
-    return query.spread.take(mask, mask.ndim - 2, 0)
+    if mask.requires_grad:
+        return query.spread.take(mask, mask.ndim - 2, 0)
+    kept, key = split_of(query).scope.rows, (mask._version, split_of(query))
+    if mask not in kept or kept[mask][0] != key:
+        kept[mask] = key, query.spread.take(mask, mask.ndim - 2, 0)
+    return cast(Tensor, kept[mask][1])
 
 
 _PLAIN = ("bias_k", "bias_v", "static_k", "static_v", "q_proj_weight", "k_proj_weight", "v_proj_weight")

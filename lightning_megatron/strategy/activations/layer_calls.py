@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.context_parallel.rule_masks import RuleMask
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.parts.names import Parts
@@ -97,8 +98,9 @@ class HostCall(Wrapper):
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors of numbers, then all others, that a layer is given."""
+    """Tensors of numbers, then all others, that a layer is given; but masks that are rules, which have no memory."""
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided]
+    found = [x for x in found if not isinstance(x, RuleMask)]
     return [x for x in found if x.is_floating_point()] + [x for x in found if not x.is_floating_point()]
 
 
