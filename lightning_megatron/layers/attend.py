@@ -318,6 +318,8 @@ def _output(layer: nn.MultiheadAttention, out: Tensor) -> Tensor:
 def _shown_weights(layer: nn.MultiheadAttention, weights: Tensor, average: bool) -> Tensor:
     """Attention weights as torch returns them: averaged over all heads, or all heads [batch, heads, L, S]."""
     sharding = _sharding_of(layer)
+    if isinstance(weights, WholeTensor) and weights.along != 1:  # tokens are split: each rank shows its queries'
+        return weights.like(_shown_weights(layer, weights.local(), average), weights.along - average)
     if average:
         mean = weights.sum(1) / layer.num_heads
         return mean if sharding is None else reduce_from_group(mean, sharding.group)

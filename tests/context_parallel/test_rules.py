@@ -95,6 +95,17 @@ def trained(use):
     return run
 
 
+def viewed(x):
+    """Writes into views of single tokens, and of every other one."""
+    x = x * 1
+    x[:, 0] += OTHER[:, 1]
+    x[:, ::2] *= 2
+    x.select(1, 3)[:, 2:].sub_(1)
+    last = x[:, -1]
+    last += x[:, 2] * 1
+    return x.exp() + last[:, None]
+
+
 LOCAL = {
     "arithmetic": lambda x: (x * 2 + OTHER) / (OTHER.abs() + 1) - x.exp() ** 2 + torch.arange(TOKENS)[:, None],
     "activations": lambda x: F.gelu(x) + F.silu(x) + x.relu() + torch.sigmoid(x) + x.tanh(),
@@ -150,6 +161,7 @@ WHOLE = {
 """Give a whole tensor; only numbers travel that are added up."""
 
 GATHERS = {
+    "views written": lambda x: viewed(x),
     "last token": lambda x: x[:, -1] + x[:, 0],
     "chosen tokens": lambda x: x[torch.arange(BATCH), torch.tensor([3, 10])] + x[KEPT].sum(),
     "every other": lambda x: x[:, ::2],
@@ -309,6 +321,12 @@ def test_rules_over_three_ranks_give_what_the_whole_tensor_gives(mesh):
     check_tables(tensor_group(mesh))
 
 
+def read_before(view):
+    """Of a view, what it was before a write into it."""
+    view.mul_(2)
+    return view.sum()
+
+
 REFUSED = {
     "custom function": (lambda x: Square.apply(x) * 2, "`context_parallel_size`.*torch's functions do not see"),
     "which gives a number": (lambda x: Sum.apply(x).backward(), "torch's functions do not see"),
@@ -316,7 +334,7 @@ REFUSED = {
     "gradient": (lambda x: torch.autograd.grad(x.sum(), x), "context_parallel_size=1"),
     "hook": (lambda x: x.register_hook(print), "`register_hook` was asked of"),
     "its own backward": (lambda x: x.backward(torch.ones(())), "part of such a gradient only"),
-    "a token written": (lambda x: x[:, 0].mul_(2), "gathered copy"),
+    "a token as it was": (lambda x: read_before(x[:, 0]), "take the view again"),
     "an address": (lambda x: x.data_ptr(), "reaches for the memory"),
 }
 

@@ -352,8 +352,8 @@ def test_one_rank_needs_no_rules(alone):
 
 
 REFUSED = {
-    "a view written": (lambda z: z[..., 3].zero_(), "gathered copy"),
-    "a view of a view": (lambda z: z.view(-1)[2:4].mul_(2), "gathered copy"),
+    "a view written as output": (lambda z: torch.sin(z.detach()[..., 4], out=(z * 1)[..., 3]), "gathered copy"),
+    "a view that was another's": (lambda z: view_read(z), "take the view again"),
     "a view in a list": (lambda z: torch._foreach_mul_([z.detach()[..., 3]], 2.0), "gathered copy"),
     "a view of what it was": (lambda z: late_read(z), "take the view again"),
     "an output": (lambda z: torch.mul(z.detach(), 2, out=z.detach()), "assign its result"),
@@ -365,6 +365,12 @@ REFUSED = {
     "a shape in place": (lambda z: z.unsqueeze_(0), "unsqueeze"),
     "a change under a view": (lambda z: stale(z), "changed in place"),
 }
+
+
+def view_read(z):
+    view = (z * 1)[..., 3]
+    view.mul_(2)
+    view.sum()
 
 
 def late_read(z):

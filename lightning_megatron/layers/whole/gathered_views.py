@@ -87,6 +87,29 @@ class GatheredCopy:
         self._split.take_from(self._whole)
         self._writes = self._split.writes
 
+    def written(self, func: Callable[..., Any], view: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+        """The view behind a write into it, of another copy, which has a gradient; the split tensor follows.
+
+        Autograd allows no writes into what a custom function gave, as gathering does. This copy and its views are old
+        from then on, and refused. ``None`` if the view cannot be found in another copy.
+
+        Args:
+            func: that writes.
+            view: of this copy.
+            args: of ``func``, behind the view.
+            kwargs: likewise.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            other = self._whole.clone()
+            if other.stride() != self._whole.stride():
+                return None
+            place = view.storage_offset() - self._whole.storage_offset()
+            found = other.as_strided(view.shape, view.stride(), place)
+            func(found, *args, **kwargs)
+        self._split.take_from(other)
+        shown: Tensor = view_of(found, {other.untyped_storage()._cdata: GatheredCopy(self._split, other)})
+        return shown
+
 
 class GatheredView(torch.Tensor):
     """A view of a gathered copy."""
@@ -128,13 +151,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.get("out")
     target = out if out is not None else args[0] if args else None
     copy = target._copy if isinstance(target, GatheredView) else None
+    args, kwargs = tree_map(lambda v: v.full() if hasattr(type(v), "take_from") else v, (args, kwargs))
+    if copy is not None and copy.in_graph and target is args[0]:
+        found = copy.written(func, target, args[1:], kwargs)
+        if found is not None:
+            return found
     if copy is None or copy.in_graph:
         raise RuntimeError(
             f"`{name_of(func)}` writes into a view of a tensor that is split over ranks, of which the view is a "
             "gathered copy: the tensor would not change. Index it in the assignment itself "
             "(`logits[..., 3] = 0.0`), or `clone()` the view."
         )
-    args, kwargs = tree_map(lambda v: v.full() if hasattr(type(v), "take_from") else v, (args, kwargs))
     copy.write(func, args, kwargs)
     return target
 
