@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts
+from lightning_megatron.experts.kinds.gathered import GatheredExperts
 from lightning_megatron.experts.kinds.listed import ListedExperts, listed_experts, routes
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import Led
 from lightning_megatron.mesh.marks import Marks
-from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.mesh.parts.names import lies_in, parent
 
 ABOVE = 2
 """How many modules above a list of experts are looked at for their router."""
@@ -53,7 +54,9 @@ def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
             continue
         led = Marks.of(child).get(Led)
         leader = led.leader if led is not None else None
-        if isinstance(leader, ListedExperts):
+        if isinstance(leader, GatheredExperts):
+            inside |= set(child.modules())  # which of its rows go where is not known
+        elif isinstance(leader, ListedExperts):
             path = f"{name}.{leader.path}" if name else leader.path
             experts = child.get_submodule(leader.path)
             inside |= set(experts.modules())
@@ -82,7 +85,27 @@ def routers_of(module: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for mixture in mixtures_of(module):
         found |= _beside(mixture.block, mixture.experts, mixture.name, mixture.count)
+    for name, child in module.named_modules():
+        led = Marks.of(child).get(Led)
+        if led is not None and isinstance(led.leader, GatheredExperts):
+            found |= _around_gathered(module, name, led.leader)
     return found
+
+
+def gathered_in(module: nn.Module) -> str:
+    """Name of a module whose weights are gathered when it is called; "" if there is none."""
+    led = ((name, Marks.of(child).get(Led)) for name, child in module.named_modules())
+    return next((name for name, each in led if each is not None and isinstance(each.leader, GatheredExperts)), "")
+
+
+def _around_gathered(module: nn.Module, name: str, leader: GatheredExperts) -> dict[str, nn.Parameter]:
+    """Parameters that every rank has whole, in a module whose weights are gathered, or else beside it."""
+    parts = {f"{name}.{leaf}" for leaf in leader.parts}
+    for around in (name, parent(name)):
+        own = {n: p for n, p in module.named_parameters() if lies_in(n, around) and n not in parts and p.requires_grad}
+        if own:
+            return own
+    return {}
 
 
 def _beside(block: nn.Module, experts: nn.Module, name: str, count: int) -> dict[str, nn.Parameter]:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
+from lightning_megatron.experts.by_plan import EXPERTS, WHOLE, ExpertPlan, Plan
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.exchange.taking_part import Calls
 from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts, cut_blocks, try_blocks
-from lightning_megatron.experts.kinds.inner_cut import InnerCut, with_block
+from lightning_megatron.experts.kinds.gathered import gathered_dims, leave_gathered
+from lightning_megatron.experts.kinds.inner_cut import InnerCut
+from lightning_megatron.experts.kinds.leaving import leave_one, leave_stacked
 from lightning_megatron.experts.kinds.listed import ListedExperts, experts_of, lead_list, listed_experts, routes
 from lightning_megatron.experts.kinds.probe import cut_one, cut_stacked, draws, mixes_samples, try_listed, try_stacked
 from lightning_megatron.experts.kinds.sized import SizedExperts, sized_experts, try_sized
-from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
+from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_along, stacked_experts
 from lightning_megatron.experts.kinds.twin import lead
 from lightning_megatron.experts.routers import ABOVE
 from lightning_megatron.layers import MoE
-from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
+from lightning_megatron.layers.table import ShardTable
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ExpertGroups
-from lightning_megatron.mesh.messages.collectives import raw_broadcast
-from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.names import parent
 from lightning_megatron.parallelize.reading.copy import copy_of
 
@@ -42,12 +42,15 @@ class Found:
         count: how many there are.
         cut: leaves each rank its own, and fills the table.
         gathers: whether a call gives tokens with their experts, so that all ranks can get all tokens.
+        dims: of its parameters, by their names in it, along which they are shared out, where weights travel instead of
+            rows.
     """
 
     name: str
     count: int
     cut: Callable[[Owners, ShardTable], None]
     gathers: bool = False
+    dims: Mapping[str, int] | None = None
 
 
 @dataclass
@@ -56,7 +59,7 @@ class ExpertReport:
 
     Attributes:
         table: how this rank holds each of the experts' parameters.
-        split: name of each module of experts -> how many experts it has.
+        split: name of each module of experts -> how many experts it has; 0 where weights are gathered for each call.
         whole: name of what looks like experts but stays whole -> why.
     """
 
@@ -66,7 +69,7 @@ class ExpertReport:
 
     def explain(self) -> str:
         """What was split and what was not, in words."""
-        lines = [f"`{name}`: {count} experts" for name, count in self.split.items()]
+        lines = [f"`{name}`: {f'{count} experts' if count else 'weights'}" for name, count in self.split.items()]
         return "; ".join([*lines, *(f"`{name}` stays whole: {why}" for name, why in self.whole.items())])
 
 
@@ -79,24 +82,33 @@ class ExpertSplit:
         parts: over how many further ones each expert is cut.
         per_replica: whether what a module makes of a whole batch is meant to be that of each replica.
         gathers: whether all ranks get all tokens, instead of rows for their experts.
+        plan: what the user says about experts; see :mod:`.by_plan`.
 
     Attributes:
         report: what was found.
 
     Raises:
         ValueError: there are no experts that can be shared out, or their number is not divisible by the ranks; or they
-            cannot be cut.
+            cannot be cut; or the plan says what is not so.
     """
 
     def __init__(
-        self, module: nn.Module, size: int, parts: int = 1, *, per_replica: bool = False, gathers: bool = False
+        self,
+        module: nn.Module,
+        size: int,
+        parts: int = 1,
+        *,
+        per_replica: bool = False,
+        gathers: bool = False,
+        plan: Plan = "auto",
     ) -> None:
         self._module, self._parts, self._gathers, self.report = module, parts, gathers, ExpertReport()
-        self._found = _Finder(module, size, parts, self.report, per_replica).found()
+        asked = ExpertPlan.of(plan, module)
+        self._found = _Finder(module, size, parts, self.report, per_replica, asked).found()
         for mixture in self._found:
-            if mixture.count % size:
+            if mixture.dims is None and mixture.count % size:
                 raise ValueError(_indivisible(mixture.name, mixture.count, size))
-            if gathers and not mixture.gathers:
+            if gathers and mixture.dims is None and not mixture.gathers:
                 raise ValueError(_not_gathered(mixture.name))
             self.report.split[mixture.name] = mixture.count
         if not self._found:
@@ -116,6 +128,11 @@ class ExpertSplit:
         for mixture in self._found:
             parameters = self._module.get_submodule(mixture.name).named_parameters(mixture.name)
             sees_some = any(name in on_shards for name, _ in parameters)
+            if mixture.dims is not None:
+                alike = 1 if sees_some or groups.tensor is None else groups.tensor.size()
+                experts = self._module.get_submodule(mixture.name)
+                leave_gathered(experts, mixture.name, mixture.dims, calls, alike, self.report.table)
+                continue
             folding = Folding(None if sees_some else groups.tensor)
             about = mixture.name, folding, self._parts, self._gathers
             owners = Owners(mixture.count, groups.group, calls, *about)
@@ -132,41 +149,75 @@ class _Finder:
         parts: over how many further ones each expert is to be cut.
         report: told what looks like experts, but is none.
         per_replica: see :class:`ExpertSplit`.
+        plan: what the user says.
     """
 
-    def __init__(self, module: nn.Module, size: int, parts: int, report: ExpertReport, per_replica: bool) -> None:
+    def __init__(
+        self, module: nn.Module, size: int, parts: int, report: ExpertReport, per_replica: bool, plan: ExpertPlan
+    ) -> None:
         self._module, self._size, self._report, self._per_replica = module, size, report, per_replica
-        self._parts = parts
+        self._parts, self._plan = parts, plan
         self._tried: dict[object, Any] = {}
         self._names: dict[int, list[str]] = {}
+        self._shared: Counter[int] = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         for name, child in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(child), []).append(name)
 
     def found(self) -> list[Found]:
         """All mixtures that can be shared out."""
         candidates: list[Found | None] = []
-        inside: set[nn.Module] = set()  # of experts; a mixture in one of them is on one rank as a whole
+        inside: dict[nn.Module, str] = {}  # of experts; a mixture in one of them is on one rank as a whole
         for name, child in self._module.named_modules():
             if child in inside:
+                self._refuse_inside(name, inside[child])
                 continue
-            if count := stacked_experts(child) or blocked_experts(child) or sized_experts(child):
-                candidates.append(self._stacked(name, child, count))
-                inside |= set(child.modules())
-            elif (listed := self._listed(name, child)) is not None:
-                candidates.append(listed)
-                inside |= set(child.modules())
+            kind = self._plan.kinds.get(name, "")
+            found = self._as_planned(name, child, kind) if kind else self._by_structure(name, child)
+            candidates.append(found)
+            if found is not None or kind or self._count(name, child):
+                inside |= dict.fromkeys(child.modules(), name)
         return [each for each in candidates if each is not None]
+
+    def _count(self, name: str, child: nn.Module) -> int:
+        """How many experts a module has stacked, by the plan or by what it looks like; 0 for none."""
+        dims = self._plan.dims_in(name) if name in self._plan.kinds else {}
+        if dims:
+            return stacked_along(child, dims)
+        return stacked_experts(child) or blocked_experts(child) or sized_experts(child)
+
+    def _by_structure(self, name: str, child: nn.Module) -> Found | None:
+        count = self._count(name, child)
+        return self._stacked(name, child, count) if count else self._listed(name, child)
+
+    def _as_planned(self, name: str, child: nn.Module, kind: str) -> Found | None:
+        """What the plan says a module is.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if kind == WHOLE:
+            self._report.whole[name] = "`expert_parallel_plan` says so"
+            return None
+        if kind == EXPERTS:
+            found = self._by_structure(name, child)
+            if found is None:
+                raise ValueError(_not_experts(name, self._report.whole.get(name, "")))
+            return found
+        why = self._unlike(child) if name else "it is the whole module"
+        dims = gathered_dims(name, child, self._plan.dims_in(name), self._size, why, self._parts)
+        return Found(name, 0, _nothing_more, dims=dims)
 
     def _stacked(self, name: str, experts: nn.Module, count: int) -> Found | None:
         why, width = self._unlike(experts), 0
-        blocked, sized = blocked_experts(experts), sized_experts(experts)
+        dims = self._plan.dims_in(name) if name in self._plan.kinds else {}
+        blocked, sized = not dims and blocked_experts(experts), not dims and sized_experts(experts)
         parts = self._size if count % self._size == 0 else 1
         if not why and sized:
             why, width = self._try(experts, "", lambda copied: try_sized(copied, count, parts))
         elif not why and blocked:
             why, _ = self._try(experts, "", lambda copied: (try_blocks(copied, count, parts), 0))
         elif not why and parts > 1:
-            why, _ = self._try(experts, "", lambda copied: (try_stacked(copied, count, parts), 0))
+            why, _ = self._try(experts, "", lambda copied: (try_stacked(copied, count, parts, dims), 0))
         if not why and name:
             block = self._module.get_submodule(parent(name))
             if not list(self._names[id(block)])[1:] and block is not self._module:
@@ -174,12 +225,13 @@ class _Finder:
         if why:
             self._report.whole[name] = why
             return None
-        cutting = _cut_sized if sized else cut_blocks if blocked else cut_stacked
+        stacked = _cut_planned if any(dims.values()) else cut_stacked
+        cutting = _cut_sized if sized else cut_blocks if blocked else stacked
         inner = self._inner(name, experts, lambda copied: cutting(copied, count, self._parts))
 
         def cut(owners: Owners, table: ShardTable) -> None:
             here = None if inner is None else inner.at(owners.part)
-            _cut_stacked(experts, name, owners, table, here)
+            leave_stacked(experts, name, owners, table, here, dims)
             if sized:
                 lead(experts, SizedExperts(name, owners, width))
             else:
@@ -202,8 +254,8 @@ class _Finder:
     def _routed(self, name: str, experts: nn.Module, count: int, above: str, router: nn.Module) -> Found | None:
         path = name.removeprefix(f"{above}.")
         widths = (0, 0)
-        kept = (self._unlike(each) for each in (router, *experts_of(experts)))
-        why = next(filter(None, kept), "") or _not_apart(router, experts)
+        kept = (self._unlike(each) for each in experts_of(experts))
+        why = self._unlike(router, alone=False) or next(filter(None, kept), "") or _not_apart(router, experts)
         if not why:
             why, widths = self._try(router, path, lambda copied: try_listed(copied, path))
         if why:
@@ -216,7 +268,7 @@ class _Finder:
         def cut(owners: Owners, table: ShardTable) -> None:
             own = None if inner is None else inner.at(owners.part)
             for number, expert in enumerate(experts_of(experts)):
-                _cut_one(expert, self._names[id(expert)][0], number, owners, table, own)
+                leave_one(expert, self._names[id(expert)][0], number, owners, table, own)
             lead_list(router, ListedExperts(above, path, widths, owners, own))
 
         return Found(name, count, cut)
@@ -245,6 +297,13 @@ class _Finder:
             self._tried[key] = trial(copied.to_empty(device="cpu") if meta else copied.cpu())
         return cast(_Verdict, self._tried[key])
 
+    def _refuse_inside(self, name: str, around: str) -> None:
+        if name in self._plan.kinds and self._plan.kinds.get(around) != self._plan.kinds[name]:
+            raise ValueError(
+                f"`expert_parallel_plan` names `{name}`, which lies in `{around}`, and that is handled as a whole; "
+                "name one of them."
+            )
+
     def _refuse_mixing(self, name: str, module: nn.Module) -> None:
         if isinstance(module, MoE):  # whose capacity is that of all replicas, and whose noise is drawn beside experts
             return
@@ -264,13 +323,15 @@ class _Finder:
                 "`expert_parallel_size=1`, or a capacity for each sequence, or set what causes it to 0."
             )
 
-    def _unlike(self, module: nn.Module) -> str:
-        """Why a module cannot be shared out, whatever it computes."""
+    def _unlike(self, module: nn.Module, *, alone: bool = True) -> str:
+        """Why a module cannot be shared out, whatever it computes; ``alone`` if no other may have its parameters."""
         names = self._names[id(module)]
         if len(names) > 1:
             return f"it is used under several names ({', '.join(f'`{name}`' for name in names)})"
         if any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
             return "its parameters are of a class of their own"
+        if alone and any(self._shared[id(parameter)] > 1 for parameter in module.parameters()):
+            return "it shares parameters with another module"
         return ""
 
 
@@ -289,44 +350,21 @@ def _cut_sized(*_: object) -> str:
     return "each of its products is a module of its own"
 
 
-def _cut_stacked(module: nn.Module, name: str, owners: Owners, table: ShardTable, here: InnerCut | None) -> None:
-    def spec(leaf: str, shape: torch.Size) -> ShardSpec:
-        if here is None:
-            each = shape[0] // owners.experts  # 1 where experts have a dim of their own
-            return ShardSpec.along(shape, 0, [(owners.first * each, (owners.first + owners.local) * each)])
-        return with_block(here.spec(leaf, (owners.local, *shape[1:])), shape[0], owners.first)
-
-    own = {
-        leaf: ParameterSharding(spec(leaf, parameter.shape), of_experts=True)
-        for leaf, parameter in module.named_parameters()
-    }
-    _apply(module, name, own, owners, table)
+def _cut_planned(*_: object) -> str:
+    return "`expert_parallel_plan` says that other dims than the first count its experts"
 
 
-def _cut_one(
-    expert: nn.Module, name: str, number: int, owners: Owners, table: ShardTable, inner: InnerCut | None
-) -> None:
-    """Keep one expert of a list, or a part of it, on the rank that holds it, and nothing of it on the others."""
-    is_here = owners.first <= number < owners.first + owners.local
-    own = {}
-    for leaf, parameter in expert.named_parameters():
-        nothing = ShardSpec(tuple(parameter.shape), (0, *parameter.shape[1:]), ())
-        shape = tuple(parameter.shape)
-        here = ShardSpec.whole(shape) if inner is None else inner.spec(leaf, shape)
-        own[leaf] = ParameterSharding(here if is_here else nothing, of_experts=True)
-    _apply(expert, name, own, owners, table)
+def _nothing_more(*_: object) -> None:
+    """What is done for experts whose weights are gathered, beside :func:`leave_gathered`."""
 
 
-def _apply(module: nn.Module, name: str, own: dict[str, ParameterSharding], owners: Owners, table: ShardTable) -> None:
-    """Give all ranks the values of the first one, then leave each its part."""
-    for leaf in own:
-        parameter = module.get_parameter(leaf)
-        if not parameter.is_meta:
-            values = parameter.data.contiguous()
-            raw_broadcast(values, dist.get_global_rank(owners.group, 0), owners.group)
-            parameter.data = values
-    apply_specs(module, own)
-    table.update({f"{name}.{leaf}" if name else leaf: sharding for leaf, sharding in own.items()})
+def _not_experts(name: str, why: str) -> str:
+    return (
+        f"`expert_parallel_plan` says that `{name}` is a group of experts, but "
+        + (why or "it is neither a module with parameters `[experts, ...]` nor a list of modules beside a router")
+        + "; name the dims of its parameters that count experts, or let its weights be gathered for each call of it "
+        "('gathered'), or leave it on every rank ('whole')."
+    )
 
 
 def _indivisible(name: str, count: int, size: int) -> str:
@@ -355,5 +393,6 @@ def _none_found(module: nn.Module, report: ExpertReport, size: int, parts: int) 
     return (
         f"`{name}={value}` shares out experts, but none were found that can be.{seen} Experts are modules "
         "with parameters `[experts, ...]` and a `forward(hidden, index, weights)`, or a list of modules that are "
-        f"alike, called by one that has a router beside them; use `{name}=1`."
+        f"alike, called by one that has a router beside them. Others are named by `expert_parallel_plan`, which also "
+        f"distributes weights without sending rows ('gathered'); or use `{name}=1`."
     )

@@ -86,6 +86,7 @@ class MegatronStrategy(ParallelStrategy):
         accelerator: Any = None, log_gradient_norm: bool = False, pipeline_layers: str = "auto",
         expert_parallel_size: int = 1, nonfinite: given.NonFinite = None, pipeline_split: str | Sequence[int] = "auto",
         expert_tensor_parallel_size: int = 1, expert_dispatch: str = "all_to_all",
+        expert_parallel_plan: str | Mapping[str, str | int] = "auto",
         process_group_backend: str | None = None, gradient_reduce_dtype: torch.dtype | None = None,
         overlap_parameter_gather: bool = False, bucket_size_mb: float = 25.0, checkpoint_io: CheckpointIO | None = None,
         context_parallel_options: Mapping[str, Any] | None = None, sequence_parallel: bool = False,

@@ -15,6 +15,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
 from tests.experts import strangers
 from tests.experts.families import FAMILIES, FURTHER, UNSPLIT, WIDTH
+from tests.experts.planned import PLANNED
 from tests.experts.strangers import Stacked
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -34,6 +35,14 @@ class Mixture(nn.Module):
         hidden = self.norm(x).flatten(0, 1)
         weights, index = self.router(hidden).softmax(-1).topk(2)
         return x + self.experts(hidden, index, weights / weights.sum(-1, keepdim=True)).view_as(x)
+
+
+class Reading(Mixture):
+    """Looks at the weights of experts beside calling them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.experts.up, self.experts.down
+        return super().forward(x) + 0.1 * x.sum(-1, keepdim=True) * up[3].sum() + 0.1 * x * down.square().mean()
 
 
 class Words(LightningModule):
@@ -530,6 +539,10 @@ def built(name: str) -> LightningModule:
     torch.manual_seed(3)
     if name.startswith("strange_"):
         return Strange(name.removeprefix("strange_"))
+    if name.startswith("planned_"):
+        return Words([strangers.Block(PLANNED[name.removeprefix("planned_")][0]) for _ in range(4)])
+    if name == "reading":
+        return Words([Reading() for _ in range(4)])
     if name.startswith("attending_"):
         return Strange(name.removeprefix("attending_"), strangers.Attending)
     if name.startswith("moving_"):

@@ -30,7 +30,9 @@ class ArrivalHook:
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse and self._bucket.sharing.group is not None:
+        if gradient is None:  # autograd also calls for a parameter in its graph to which a function gave none
+            return
+        if gradient.is_sparse and self._bucket.sharing.group is not None:
             parameter.grad = gradient.to_dense()  # rows differ from replica to replica; the buffer has all of them
         if self._arrived(self._bucket, self._index):
             self._others().pop(self._handle.id, None)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.experts.exchange.rows_here import rows_here
 from lightning_megatron.experts.kinds.listed import experts_of
 from lightning_megatron.experts.kinds.stacked import Choice
-from lightning_megatron.experts.routers import Mixture, mixtures_of
+from lightning_megatron.experts.routers import Mixture, gathered_in, mixtures_of
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.lazy import figure, save_figure
@@ -36,6 +36,11 @@ class ExpertCounts:
         self._counts, self._counts_whole = counts, counts_whole
         self._rows: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        if hidden := gathered_in(module):
+            raise ValueError(
+                f"the rows of each expert are counted (ExpertLoad, ExpertBias), but `expert_parallel_plan` gathers the "
+                f"weights of `{hidden}`, of which it is not known which rows go to which expert; leave one of them out."
+            )
         self._mixtures = [mixture for mixture in mixtures_of(module) if not mixture.all_rows]
         for mixture in self._mixtures:
             device = next((p.device for p in mixture.block.parameters()), torch.device("cpu"))

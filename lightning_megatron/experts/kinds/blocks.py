@@ -17,7 +17,14 @@ from torch.func import functional_call
 
 from lightning_megatron.experts.exchange.taking_part import Told
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
-from lightning_megatron.experts.kinds.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
+from lightning_megatron.experts.kinds.stacked import (
+    LedExperts,
+    fill,
+    forward_arguments,
+    has_stacks,
+    in_turns,
+    with_experts,
+)
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
 
@@ -141,18 +148,18 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 def _compare(module: nn.Module, taken: _Taken, experts: int, parts: int) -> str:
     rows, lead, whole = taken.rows, taken.given.dim() == 3, taken.whole
-    local, found = experts // parts, []
+    local, found, places = experts // parts, list[Tensor](), list[Tensor]()
     expert = torch.arange(experts).repeat_interleave(_ROWS)
     for part in range(parts):
         values = {name: p[part * local : (part + 1) * local] for name, p in module._parameters.items() if p is not None}
-        place = ((expert // local) == part).nonzero().view(-1).flip(0)
         forward = functools.partial(_with, module, values, experts, local)
-        try:
-            made = in_blocks(forward, rows[place], expert[place] - part * local, local, lead=lead)
-        except Exception as error:
-            return f"its forward does not run on a part of its experts ({error})"
-        found.append(made.flip(0))
-    split, whole = torch.cat(found), whole.reshape(len(rows), -1)
+        for place in in_turns(((expert // local) == part).nonzero().view(-1)):
+            places.append(place)
+            try:
+                found.append(in_blocks(forward, rows[place], expert[place] - part * local, local, lead=lead))
+            except Exception as error:
+                return f"its forward does not run on a part of its experts ({error})"
+    split, whole = torch.cat(found)[torch.cat(places).argsort()], whole.reshape(len(rows), -1)
     near = 1e-9 if whole.dtype == torch.float64 else 5e-2 if whole.dtype.itemsize == 2 else 1e-4
     if split.shape != whole.shape or not torch.allclose(split, whole, rtol=0.0, atol=near):
         return "its output is not what each expert makes of each row by itself"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,23 +20,32 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
 from lightning_megatron.experts.kinds.listed import Differs, ListedExperts, experts_of, lead_list
-from lightning_megatron.experts.kinds.stacked import Choice, computed, fill, has_joint_stacks, mixed, with_experts
+from lightning_megatron.experts.kinds.stacked import (
+    Choice,
+    computed,
+    fill,
+    has_joint_stacks,
+    in_turns,
+    mixed,
+    with_experts,
+)
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 5e-2
 
 
-def try_stacked(module: nn.Module, experts: int, parts: int) -> str:
+def try_stacked(module: nn.Module, experts: int, parts: int, dims: Mapping[str, int] | None = None) -> str:
     """Why a module is no mixture of stacked experts; "" if it is one.
 
     Args:
         module: a copy, with real parameters on the CPU; it is changed.
         experts: how many it looks to have.
         parts: over how many ranks they are to be shared out.
+        dims: of its parameters, where not the first one counts experts.
     """
     taken = _taken(module, experts)
-    return taken if isinstance(taken, str) else _compare(module, experts, parts, *taken[1:])
+    return taken if isinstance(taken, str) else _compare(module, experts, parts, dims or {}, *taken[1:])
 
 
 def cut_stacked(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
@@ -59,12 +68,14 @@ def _taken(module: nn.Module, experts: int) -> tuple[list[Any], Choice, Tensor] 
     """The first random arguments that a module filled with random numbers takes, and what it gives; or why not."""
     generator = torch.Generator().manual_seed(0)
     fill(module, generator)
+    trained = any(parameter.requires_grad for parameter in module.parameters())
     why = "its forward does not take hidden states, indices of experts and weights"
     for values in _guesses(module, experts, generator):
         try:
             choice = Choice(values)
             whole = module(*values)
-            if isinstance(whole, Tensor) and whole.shape[:-1] == choice.hidden.shape[:-1]:
+            computes = isinstance(whole, Tensor) and (whole.requires_grad or not trained)
+            if computes and whole.is_floating_point() and whole.shape[:-1] == choice.hidden.shape[:-1]:
                 return values, choice, whole
             why = "its forward does not return one row for each token"
         except Exception as error:
@@ -92,32 +103,33 @@ def cut_one(expert: nn.Module, width: int, parts: int) -> InnerCut | str:
 
 
 def _guesses(module: nn.Module, experts: int, generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Arguments to try: hidden states of each size that the parameters have, flat or in sequences, in both orders."""
-    sizes = {n: None for p in module.parameters() for n in p.shape[1:]}
+    """Arguments to try: hidden states of each size that the parameters have, flat or in sequences, in every order."""
+    sizes = {n: None for p in module.parameters() for n in (*p.shape[1:], *p.shape[:1])}
     dtype = next(p.dtype for p in module.parameters())
     leads: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((4 * experts,),) * 2, ((2, 2 * experts),) * 2]
-    for lead, chosen in (*leads, ((2, 2 * experts), (4 * experts,))):
+    leads.append(((2, 2 * experts), (4 * experts,)))
+    for order, (lead, chosen) in itertools.product(itertools.permutations(range(3)), leads):
         index = torch.rand(*chosen, experts, generator=generator).argsort(-1)[..., : min(2, experts)]
         weights = torch.rand(index.shape, generator=generator).to(dtype) + 0.1
         for size in sizes:
-            hidden = torch.randn(*lead, size, generator=generator).to(dtype)
-            yield [hidden, index, weights]
-            yield [hidden, weights, index]
+            values = torch.randn(*lead, size, generator=generator).to(dtype), index, weights
+            yield [values[place] for place in order]
 
 
-def _compare(module: nn.Module, experts: int, parts: int, choice: Choice, whole: Tensor) -> str:
+def _compare(
+    module: nn.Module, experts: int, parts: int, dims: Mapping[str, int], choice: Choice, whole: Tensor
+) -> str:
     trained = [p for p in module.parameters() if p.requires_grad]
     local = experts // parts
 
     def send(rows: Tensor, expert: Tensor) -> Tensor:
         found: list[Tensor] = []
-        places = [((expert // local) == part).nonzero().view(-1) for part in range(parts)]
-        for part, place in enumerate(places):
-            found.append(
-                _part_of(module, experts, slice(part * local, (part + 1) * local), choice)(
-                    rows[place], expert[place] - part * local
-                )
-            )
+        places: list[Tensor] = []
+        for part in range(parts):
+            own = _part_of(module, experts, slice(part * local, (part + 1) * local), choice, dims)
+            for place in in_turns(((expert // local) == part).nonzero().view(-1)):
+                places.append(place)
+                found.append(own(rows[place], expert[place] - part * local))
         return torch.cat(found)[torch.cat(places).argsort()]
 
     try:
@@ -141,13 +153,13 @@ class _Alone(ListedExperts):
     checks = True
 
     def _send(self, module: nn.Module, rows: Tensor, expert: Tensor, called: list[int]) -> Tensor:
-        experts, mixed_up = self.experts(module), torch.arange(len(rows)).flip(0)
+        experts, parts = self.experts(module), in_turns(torch.arange(len(rows)))
         asked = [number in called for number in range(len(experts))]
         found = []
-        for part in mixed_up.tensor_split(2):
+        for part in parts:
             counts = expert[part].bincount(minlength=len(experts)).tolist()
             found.append(self.computed(experts, rows[part], expert[part], counts, asked))
-        return torch.cat(found)[mixed_up.argsort()]
+        return torch.cat(found)[torch.cat(parts).argsort()]
 
 
 def try_listed(module: nn.Module, path: str) -> tuple[str, tuple[int, int]]:
@@ -323,10 +335,17 @@ def _leaves(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _part_of(module: nn.Module, experts: int, block: slice, choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
+def _part_of(
+    module: nn.Module, experts: int, block: slice, choice: Choice, dims: Mapping[str, int]
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The module's forward with a block of its experts."""
-    each = {name: len(p) // experts for name, p in module.named_parameters()}  # 1 where experts have a dim of their own
-    values = {n: p[block.start * each[n] : block.stop * each[n]] for n, p in module.named_parameters()}
+
+    def part(name: str, parameter: Tensor) -> Tensor:
+        dim = dims.get(name, 0)
+        each = parameter.shape[dim] // experts  # 1 where experts have a dim of their own
+        return parameter.narrow(dim, block.start * each, (block.stop - block.start) * each)
+
+    values = {name: part(name, parameter) for name, parameter in module.named_parameters()}
 
     def own(*arguments: Any) -> Any:
         with with_experts(module, experts, block.stop - block.start):

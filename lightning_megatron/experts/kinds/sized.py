@@ -17,7 +17,14 @@ from torch.func import functional_call
 
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.exchange.taking_part import Told
-from lightning_megatron.experts.kinds.stacked import LedExperts, fill, forward_arguments, has_stacks, with_experts
+from lightning_megatron.experts.kinds.stacked import (
+    LedExperts,
+    fill,
+    forward_arguments,
+    has_stacks,
+    in_turns,
+    with_experts,
+)
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
 
@@ -118,19 +125,20 @@ def try_sized(module: nn.Module, experts: int, parts: int) -> tuple[str, int]:
 
 
 def _compare(module: nn.Module, rows: Tensor, whole: Tensor, sizes: list[int], like: Sizes, parts: int) -> str:
-    local, found = len(sizes) // parts, []
+    local, found, places = len(sizes) // parts, list[Tensor](), list[Tensor]()
     expert = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     for part in range(parts):
         block = slice(part * local, (part + 1) * local)
         values = {name: parameter[block] for name, parameter in module.named_parameters()}
-        place = ((expert // local) == part).nonzero().view(-1).flip(0)
         forward = functools.partial(_with, module, values, len(sizes), local)
-        try:
-            made = by_sizes(forward, rows[place], expert[place] - part * local, sizes[block], like)
-        except Exception as error:
-            return f"its forward does not run on a part of its experts ({error})"
-        found.append(made.flip(0))
-    split = torch.cat(found)
+        for place in in_turns(((expert // local) == part).nonzero().view(-1)):
+            places.append(place)
+            mine = expert[place] - part * local
+            try:
+                found.append(by_sizes(forward, rows[place], mine, mine.bincount(minlength=local).tolist(), like))
+            except Exception as error:
+                return f"its forward does not run on a part of its experts ({error})"
+    split = torch.cat(found)[torch.cat(places).argsort()]
     near = 1e-9 if whole.dtype == torch.float64 else 5e-2 if whole.dtype.itemsize == 2 else 1e-4
     if split.shape != whole.shape or not torch.allclose(split, whole, rtol=0.0, atol=near):
         return "its output is not what each expert makes of each row by itself"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -48,6 +48,15 @@ def has_stacks(module: nn.Module) -> int:
         return 0
     count = several.pop()
     return count if count > 1 else 0
+
+
+def stacked_along(module: nn.Module, dims: Mapping[str, int]) -> int:
+    """How many experts a module has stacked along the dims that a plan gives, the first one where it gives none; 0 if
+    its parameters do not agree on a number.
+    """
+    several = {parameter.shape[dims.get(leaf, 0)] for leaf, parameter in module.named_parameters() if parameter.dim()}
+    count = several.pop() if len(several) == 1 else 0
+    return count if count > 1 and len(forward_arguments(module)) >= 3 else 0
 
 
 def has_joint_stacks(module: nn.Module) -> int:
@@ -89,7 +98,7 @@ class Choice:
         real = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point()]
         if len(values) != 3 or len(whole) != 1 or len(real) != 2:
             raise ValueError("is not called with hidden states, indices of experts and weights")
-        self._places = real[0], whole[0], real[1]
+        self._places = self._in_order(values, real, whole[0])
         self.hidden, self.index, self.weights = (values[place] for place in self._places)
         self._dims, lead = self.index.dim(), self.hidden.shape[:-1]
         flat = self._dims == 2 and lead.numel() == len(self.index)
@@ -98,6 +107,14 @@ class Choice:
                 f"is called with hidden states {tuple(self.hidden.shape)}, indices {tuple(self.index.shape)} and "
                 f"weights {tuple(self.weights.shape)}; it takes one weight per index, and indices for every token"
             )
+
+    @staticmethod
+    def _in_order(values: list[Any], real: list[int], index: int) -> tuple[int, int, int]:
+        """Places of hidden states, indices and weights: the latter have the shape of the indices."""
+        one, other = real
+        if values[one].shape == values[index].shape != values[other].shape:
+            one, other = other, one
+        return one, index, other
 
     def emptied(self) -> Choice:
         """A choice of the same kind for no tokens, on its own."""
@@ -246,6 +263,13 @@ def fill(module: nn.Module, generator: torch.Generator) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
+
+
+def in_turns(rows: Tensor) -> list[Tensor]:
+    """Numbers of rows in two parts, in another order: every second one in each, so that no call of an expert with
+    several rows is in one part alone, and an expert that looks at more than a row is found out.
+    """
+    return [rows.flip(0)[::2], rows.flip(0)[1::2]]
 
 
 def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:

@@ -47,6 +47,11 @@ def is_elsewhere(module: nn.Module, arguments: Any) -> bool:
     return weight is None or (fake and not isinstance(weight, FakeTensor))
 
 
+def is_led(module: nn.Module) -> bool:
+    """Whether something leads the calls of a module."""
+    return Marks.of(module).get(Led) is not None
+
+
 _TWINS: dict[type, type[nn.Module]] = {}
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
-from lightning_megatron.mesh.parts.names import outwards
+from lightning_megatron.mesh.parts.names import lies_in, outwards
 
 
 class SeenParameter(Protocol):
@@ -121,13 +121,22 @@ def _nothing(*call: Any) -> None:
     """A hook that does nothing."""
 
 
-def readers_of(modules: dict[str, nn.Module], name: str, is_compiled: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def readers_of(
+    modules: dict[str, nn.Module],
+    name: str,
+    is_compiled: Callable[[nn.Module], bool],
+    is_alone: Callable[[nn.Module], bool] = lambda _: False,
+) -> list[nn.Module]:
     """Modules whose forwards may compute with the parameters of module ``name``: itself, the one around it, and layers
     that bring in an input together with it; what is compiled around them in their place.
 
-    Rows of a table are looked up by the embedding alone: the module around it reads all of them, for a norm say.
+    Rows of a table are looked up by the embedding alone, and experts' weights by the experts: the module around them
+    reads all of them, for a norm say.
     """
     above = [each for each in outwards(name) if each != name and type(modules[each]) not in _CONTAINERS]
+    alone = next((each for each in outwards(name) if is_alone(modules[each])), None)
+    if alone is not None:
+        above = [each for each in above if lies_in(each, alone)]
     if isinstance(modules[name], VocabParallelEmbedding):
         above = []
     entry = getattr(getattr(modules[name], "_sharding", None), "entry", None)

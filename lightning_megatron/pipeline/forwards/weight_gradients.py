@@ -257,7 +257,8 @@ class _LinearCall(_ForwardCall):
         module = self.module
         if isinstance(x, WholeTensor) and x.along < x.ndim - 1:
             return x.like(self(x.local()))
-        if not self._can_split(x, module._parameters.get("weight")):
+        gathered = "weight" in vars(module)  # in the place of a part, whose gradient autograd finds
+        if gathered or not self._can_split(x, module._parameters.get("weight")):
             return cast(Tensor, self.forward(x))
         x = autocast_input(x)
         anchor = None if x.requires_grad else self._owner.anchor(x.device)

@@ -208,7 +208,8 @@ class Assembler:
         asked, steps = self._options, self._engine_options
         given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts, asked.expert_dispatch
         alone = self._mesh.layout.data * self._mesh.layout.context == 1 and not steps.sequence_parallel
-        return LayerSplit(self._mesh, self._precision, *given, per_replica=alone or steps.expert_balance is not None)
+        per_replica = alone or steps.expert_balance is not None
+        return LayerSplit(self._mesh, self._precision, *given, expert_plan=asked.expert_plan, per_replica=per_replica)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)

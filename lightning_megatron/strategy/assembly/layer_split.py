@@ -35,6 +35,7 @@ class _Split:
     experts: int = 1
     parts: int = 1
     dispatch: str = "all_to_all"
+    expert_plan: str | Mapping[str, str | int] = "auto"
 
     def __deepcopy__(self, memo: Any) -> _Split:
         """The same: it tells of names and slices, and holds the group, which cannot be copied."""
@@ -63,6 +64,7 @@ class LayerSplit:
         experts: ranks that share out the experts of mixtures.
         parts: how many of them hold a part of each of the same experts.
         dispatch: how tokens come to experts: "all_to_all" or "all_gather".
+        expert_plan: what the user says of experts; see ``expert_parallel_plan``.
         per_replica: whether a balancing loss is meant to be each replica's.
     """
 
@@ -73,6 +75,7 @@ class LayerSplit:
     experts: int
     parts: int
     dispatch: str
+    expert_plan: str | Mapping[str, str | int]
     per_replica: bool
 
     def split(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
@@ -89,6 +92,10 @@ class LayerSplit:
                 raise RuntimeError(already_split("expert_tensor_parallel_size", before[2], self.parts))
             if earlier is not None and experts > 1 and earlier.dispatch != self.dispatch:
                 raise RuntimeError(already_split("expert_dispatch", earlier.dispatch, self.dispatch))
+            if earlier is not None and experts > 1 and earlier.expert_plan != self.expert_plan:
+                raise RuntimeError(
+                    already_split("expert_parallel_plan", str(earlier.expert_plan), str(self.expert_plan))
+                )
         if (tensor == 1 and experts == 1) or splits_itself(module):
             return TensorState(), None
         if earlier is None:
@@ -116,7 +123,7 @@ class LayerSplit:
             cut = f", `expert_tensor_parallel_size={self.parts}`" if self.parts > 1 else ""
             rank_zero_info(f"`expert_parallel_size={experts // self.parts}`{cut}: {split.report.explain()}.")
         state = TensorState(table, group, None if groups is None else groups.group)
-        return _Split(tensor, state, report, experts, self.parts, self.dispatch)
+        return _Split(tensor, state, report, experts, self.parts, self.dispatch, self.expert_plan)
 
     def _find_experts(self, module: pl.LightningModule, groups: ExpertGroups | None) -> ExpertSplit | None:
         """The experts that ranks are to share out; ``None`` if they are not to."""
@@ -125,5 +132,5 @@ class LayerSplit:
         from lightning_megatron.experts.split import ExpertSplit
 
         with self.precision.forward_context():
-            about = {"per_replica": self.per_replica, "gathers": self.dispatch == "all_gather"}
-            return ExpertSplit(module, groups.size // self.parts, self.parts, **about)
+            about: dict[str, Any] = {"per_replica": self.per_replica, "gathers": self.dispatch == "all_gather"}
+            return ExpertSplit(module, groups.size // self.parts, self.parts, plan=self.expert_plan, **about)

@@ -28,5 +28,6 @@ class ModuleOptions:
     experts: int = 1
     expert_parts: int = 1
     expert_dispatch: str = "all_to_all"
+    expert_plan: str | Mapping[str, str | int] = "auto"
     stage_speeds: tuple[float, ...] | None = None
     streaming: Streaming | None = None

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.update.trial import Independence
+from lightning_megatron.experts.by_plan import GATHERED, check_plan
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ExpertGroups
@@ -46,9 +47,24 @@ def check_experts(options: Any) -> None:
             "`expert_dispatch='all_gather'` says how tokens come to experts of other ranks; distribute them by "
             "`expert_parallel_size`, or leave it out."
         )
+    check_plan(options.expert_parallel_plan)
+    if options.expert_parallel_plan != "auto":
+        _check_planned(options)
     for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
         if getattr(options, name) > 1:
             check_options_with(f"{name}={getattr(options, name)}", options, _WITHOUT_EXPERTS, f"{name}=1")
+
+
+def _check_planned(options: Any) -> None:
+    plan = options.expert_parallel_plan
+    if options.expert_ranks == 1:
+        raise ValueError(
+            "`expert_parallel_plan` says which experts are distributed how; distribute them by `expert_parallel_size`, "
+            "or leave it out."
+        )
+    if GATHERED in plan.values():
+        only = {"weight_sharding": False, "expert_dispatch": "all_to_all"}
+        check_options_with(f"expert_parallel_plan={plan!r}", options, only, "expert_parallel_plan='auto'")
 
 
 def check_expert_ranks(size: int, parts: int, layout: Layout) -> None:

@@ -63,6 +63,9 @@ class Options:
             ``expert_parallel_size`` e, e times as many ranks of a stage hold all experts.
         expert_dispatch: how tokens come to their experts: ``"all_to_all"`` sends each rank the rows for its experts,
             ``"all_gather"`` all tokens, which are fewer numbers where a token has more experts than there are ranks.
+        expert_parallel_plan: what to do with which experts, where their structure (``"auto"``) does not say: pattern of
+            modules -> ``"experts"``, ``"gathered"`` or ``"whole"``, pattern of parameters -> the dim that counts
+            experts; see ``docs/experts.md``.
         expert_balance: ``"replica"`` says that a balancing loss, or a capacity, of all tokens is meant to be that of
             each replica's, as in DDP; else it is refused, but for Hugging Face's and this package's, which are of all
             replicas' tokens. ``"bias"`` or ``{"bias": rate}`` balances experts by their biases; see
@@ -156,6 +159,7 @@ class Options:
     expert_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     expert_dispatch: str = "all_to_all"
+    expert_parallel_plan: str | Mapping[str, str | int] = "auto"
     expert_balance: ExpertBalance = None
     tensor_parallel_plan: str | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
@@ -282,6 +286,7 @@ class Options:
             experts=self.expert_ranks,
             expert_parts=self.expert_tensor_parallel_size,
             expert_dispatch=self.expert_dispatch,
+            expert_plan=self.expert_parallel_plan,
             stage_speeds=stage_speeds,
             streaming=streaming_of(self.weight_streaming),
         )
