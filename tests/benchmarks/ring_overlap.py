@@ -3,7 +3,7 @@
 ``python -m tests.benchmarks.ring_overlap --ranks 4 --link 20 --block 40`` (milliseconds) runs forward and backward. A
 rank sleeps for a step's blocks, twice as long in the backward, and a message takes as long as the link does, so two
 busy cores show what GPUs would. Printed is the time against the larger of two sums: what a rank computes, and
-what it sends one after another. The last message, home, has nothing to hide behind.
+what it sends one after another.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def attend(mesh: Any, link: float, block: float, rounds: int) -> list[float]:
         arrived, works = start(*args)
         return arrived, [SlowWork(work, link) for work in works]
 
-    def sleeping(call: RingCall, mask: Tensor | None, owner: int) -> Iterator[Any]:
-        time.sleep(block * (2 if in_backward() else 1))
-        return tiles(call, mask, owner)
+    def sleeping(call: RingCall, mask: Tensor | None, owner: int, half: int | None = None) -> Iterator[Any]:
+        time.sleep(block * (2 if in_backward() else 1) * (1.0 if half is None else 0.5))
+        return tiles(call, mask, owner, half)
 
     split = TokenSplit(group, 4 * size, zigzag_runs(4 * size, size))
     found = []

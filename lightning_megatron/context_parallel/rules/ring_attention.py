@@ -9,8 +9,11 @@ Messages are under way while a step computes: the keys and values of the next on
 step before has left, to which the next rank adds its own when it has them::
 
     k, v       ──1──▶ ──2──▶ ──3──▶
-    compute    step 0  step 1  step 2  step 3
+    compute    step 0  step 1  step 2  step 3  step 0
     dk, dv             ───0──▶ ───1──▶ ───2──▶ ───3──▶ home
+
+In the backward half of step 0 (every other block of a rank's queries and its own keys) is left for the time in which
+the last sums come home.
 
 The softmax of a row is merged as in arXiv 1805.02867: m is the highest score so far, l the sum of ``exp(s - m)`` and o
 that of ``exp(s - m) v``, all in float32 where queries have 16 bits, and rounded once, as are dk and dv, which travel in
@@ -52,20 +55,27 @@ class RingCall(NamedTuple):
     rule: RuleMask | None = None
     shared: bool = False
 
-    def tiles(self, mask: Tensor | None, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    def tiles(
+        self, mask: Tensor | None, owner: int, half: int | None = None
+    ) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Blocks of this rank's queries and of ``owner``'s keys in which a query sees a key.
 
         Args:
             mask: [.., rows, tokens] of this rank's rows, as torch's attention takes it; ``None`` hides nothing.
             owner: whose keys are here.
+            half: 0 or 1 for every other block only, from the first or from the second on.
 
         Yields:
             Where the queries lie among the rows, the keys among those of ``owner``, and the mask of the two: ``True``
             where a key is seen, or what is added to scores.
         """
+        seen = 0
         for start, stop, rows in _blocks(self.split.mine):
             for low, high, keys in _blocks(self.split.runs[owner]):
                 if self.is_causal and low >= stop:
+                    continue
+                seen += 1
+                if half is not None and seen % 2 == half:
                     continue
                 added = None
                 if self.rule is not None:
@@ -139,11 +149,10 @@ class Ring(torch.autograd.Function):
         grad = grad.to(wide)
         share = (grad * found).sum(-1, keepdim=True)
         into = torch.zeros_like(query, dtype=wide)
-        pair, left = (key, value), cast("Callable[[], tuple[Tensor, ...]]", tuple)  # by the step before: nothing
-        for owner, is_last in _owners(call.split):
-            coming = _kept(pair) if is_last else _pass_on(pair, call.split, owner)
+
+        def meet(pair: _Pair, owner: int, half: int | None = None) -> _Pair:
             back = torch.zeros_like(pair[0], dtype=wide), torch.zeros_like(pair[1], dtype=wide)
-            for rows, keys, added in call.tiles(mask, owner):
+            for rows, keys, added in call.tiles(mask, owner, half):
                 q, g = query[..., rows, :].to(wide), grad[..., rows, :]
                 k, v = pair[0][..., keys, :].to(wide), pair[1][..., keys, :].to(wide)
                 weights = (_scores(q, k, added, call.scale) - level[..., rows, :]).exp()
@@ -151,10 +160,19 @@ class Ring(torch.autograd.Function):
                 into[..., rows, :] += slopes @ k
                 back[0][..., keys, :] += (slopes.mT @ q).sum_to_size(k.shape)
                 back[1][..., keys, :] += (weights.mT @ g).sum_to_size(v.shape)
+            return back
+
+        pair, left = (key, value), cast("Callable[[], tuple[Tensor, ...]]", tuple)  # by the step before: nothing
+        mine = call.split.group.rank()
+        for owner, is_last in _owners(call.split):
+            coming = _kept(pair) if is_last else _pass_on(pair, call.split, owner)
+            back = meet(pair, owner, 0 if owner == mine else None)
             for own, part in zip(back, left(), strict=False):
                 own.add_(part)
             left, pair = _pass_on(back, call.split, owner), coming()
-        return into.to(query.dtype), *(part.to(query.dtype) for part in left()), None, None
+        rest = meet((key, value), mine, 1)  # while the sums come home
+        sums = [own.add_(part) for own, part in zip(rest, left(), strict=True)]
+        return into.to(query.dtype), *(part.to(query.dtype) for part in sums), None, None
 
 
 def like_torchs(found: Tensor) -> Tensor:
