@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts
 from lightning_megatron.experts.kinds.gathered import GatheredExperts
-from lightning_megatron.experts.kinds.listed import ListedExperts, listed_experts, routes
+from lightning_megatron.experts.kinds.listed import ListedExperts, has_one_for_each, listed_experts, routes
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import Led
 from lightning_megatron.mesh.marks import Marks
@@ -116,4 +116,4 @@ def _beside(block: nn.Module, experts: nn.Module, name: str, count: int) -> dict
         for leaf, parameter in block.named_parameters()
         if id(parameter) not in below and parameter.requires_grad
     }
-    return {leaf: parameter for leaf, parameter in beside.items() if count in parameter.shape} or beside
+    return {leaf: parameter for leaf, parameter in beside.items() if has_one_for_each(parameter, count)} or beside

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.callbacks import ExpertBias
+from lightning_megatron.experts.routers import mixtures_of
 from lightning_megatron.layers import MoE, router_losses
 from lightning_megatron.layers.mixture.experts import Experts, has_grouped_products
 from lightning_megatron.layers.mixture.moe import places_in_queues
@@ -223,3 +225,12 @@ def test_what_cannot_be_as_in_one_process_is_refused_on_every_rank(name, devices
 def test_an_unknown_balance_is_refused():
     with pytest.raises(ValueError, match="must be None, 'replica', 'bias' or"):
         MegatronStrategy(expert_balance="entropy")
+
+
+def test_alike_layers_beside_a_kernel_as_wide_as_they_are_many_are_no_experts():
+    """Three layers in a list, with a convolution of 3 x 3 beside it, have no router."""
+    block = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), "mix": nn.Conv2d(8, 8, 3)})
+    assert not list(mixtures_of(nn.ModuleDict({"block": block})))
+    block["gate"] = nn.Conv2d(8, 3, 1)
+    (mixture,) = mixtures_of(nn.ModuleDict({"block": block}))
+    assert (mixture.path, mixture.count) == ("block.layers", 3)

@@ -57,7 +57,7 @@ def test_replicas_send_no_message_per_parameter_or_rank(sharding: Any) -> None:
         sums = [e for e in found.communication if e.phase in ("step", "optimizer") and e.operation != "broadcast"]
         counts.add(tuple(sorted((entry.phase, entry.operation, entry.count) for entry in sums)))
     (messages,) = counts
-    assert sum(count for *_, count in messages) <= 8, messages  # two of them compare weights, in the first steps
+    assert sum(count for *_, count in messages) <= 10, messages  # of the first steps: two compare weights, two loaders
 
 
 def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:

@@ -48,7 +48,12 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
 def routes(module: nn.Module, experts: nn.Module, count: int) -> bool:
     """Whether a part of ``module`` other than its experts has one value per expert, as a router has."""
     below = {id(parameter) for parameter in experts.parameters()}
-    return any(count in parameter.shape for parameter in module.parameters() if id(parameter) not in below)
+    return any(has_one_for_each(p, count) for p in module.parameters() if id(p) not in below)
+
+
+def has_one_for_each(parameter: nn.Parameter, count: int) -> bool:
+    """Whether a parameter has a value or a row for each of ``count`` experts; a kernel's width is no number of them."""
+    return count in (parameter.shape[:1] if parameter.ndim > 3 else parameter.shape)
 
 
 @dataclass

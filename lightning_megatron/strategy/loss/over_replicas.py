@@ -28,8 +28,8 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
-from lightning_megatron.strategy.loss.tables import Name
-from lightning_megatron.strategy.loss.traces import Changes, Traces
+from lightning_megatron.strategy.loss.tables import Name, sendable
+from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
 
 _MANY = 8  # samples of which four parts are tried, else two
@@ -138,9 +138,13 @@ class OverReplicas:
         lasting = traces.lasting(set(changes)) | {name for name, kind in kinds.items() if kind in _GROWS}
         rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
-        found = unlike_values(changes, self.group)
+        mine: dict[Name, list[Name]] = {}
+        for name in changes:
+            mine.setdefault(sendable(name, self._module), []).append(name)
+        found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
-            found = list(dict.fromkeys([*found, *(name for name in changes if kinds.get(name) != "same")]))
+            others = (said for said, names in mine.items() if any(kinds.get(name) != "same" for name in names))
+            found = list(dict.fromkeys([*found, *others]))
         return found, bool(rows)
 
     def say(
@@ -226,14 +230,14 @@ def joined(one: Any, other: Any) -> Any:
     return both if fits else None
 
 
-def unlike_values(changes: Changes, group: dist.ProcessGroup) -> list[Name]:
+def unlike_values(values: Mapping[Name, list[Any]], group: dist.ProcessGroup) -> list[Name]:
     """Names of values that a step has written otherwise on each replica. Collective over them.
 
     Args:
-        changes: of this replica, by a step on a part of its own batch.
+        values: of this replica, written by a step on a part of its own batch, under names that all replicas know.
         group: the replicas.
     """
-    told = objects.gather({name: _measured(after) for name, (_, after) in changes.items()}, group)
+    told = objects.gather({name: _measured(written) for name, written in values.items()}, group)
     names = dict.fromkeys(name for each in told for name in each)
     return [name for name in names if any(_unlike(told[0].get(name), each.get(name)) for each in told[1:])]
 

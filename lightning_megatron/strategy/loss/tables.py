@@ -214,6 +214,23 @@ def spelled(name: Name) -> str:
     return ".".join(str(part) for part in name if part not in ("", None))
 
 
+def sendable(name: Name, root: nn.Module) -> Name:
+    """A name that other ranks understand: a key that is a module is its path, and another object its class.
+
+    Args:
+        name: of a value of this rank.
+        root: the module in which modules have their paths.
+    """
+    table, key = name
+    if key is None or isinstance(key, NUMBERS):
+        return name
+    if isinstance(key, nn.Module):
+        path = next((path for path, child in root.named_modules() if child is key), None)
+        return table, type(key).__name__ if path is None else path
+    plain = isinstance(key, tuple) and all(isinstance(part, (*NUMBERS, type(None))) for part in key)
+    return table, key if plain else type(key).__name__
+
+
 def appended_names(kind: type) -> list[str]:
     """Attributes that the code of a class and of its bases, apart from libraries, appends to and never extends."""
     appended: set[str] = set()

@@ -49,7 +49,7 @@ from lightning_megatron.strategy.loss.said import (
     warn_of_earlier_steps,
     warn_of_logged,
 )
-from lightning_megatron.strategy.loss.tables import Name, Table
+from lightning_megatron.strategy.loss.tables import Name, Table, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.step.step import Outcome
@@ -262,7 +262,8 @@ class LossTrials:
         self._stages.settle()
         whole, around = tried.written()
         around.update(name for name, slot in self._slots.items() if slot[2] == "same")  # which is set again
-        told = objects.gather((tried.failed or why, whole, around), self._mesh.group("world"))
+        sent = [{sendable(name, self._module) for name in names} for names in (whole, around)]
+        told = objects.gather((tried.failed or why, *sent), self._mesh.group("world"))
         lost = set().union(*(whole for _, whole, _ in told)).difference(*(around for *_, around in told))
         between = [
             ".".join(str(part) for part in name if part not in ("", None))

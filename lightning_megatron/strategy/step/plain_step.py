@@ -75,13 +75,19 @@ class PlainStep:
                 pass
         self._outcome = outcome
         self._awaits_backward = automatic and output is not None and not skips_backward(self._module)
-        return output
+        return self._weighed(output) if automatic and self._share != 1.0 else output
+
+    def _weighed(self, output: Any) -> Any:
+        """What the step gives, with a loss whose mean over the replicas is that of all samples."""
+        if isinstance(output, Mapping):
+            return {**output, "loss": output["loss"] * self._share} if "loss" in output else output
+        return output * self._share if isinstance(output, Tensor) else output
 
     def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
         """Backward by Lightning, with sums over replicas while it runs; any number of times if the user calls it."""
         self._losses.note([loss.detach()])
         self._window = window
-        scale = self._share * window.scale
+        scale = window.scale if self._module.automatic_optimization else self._share * window.scale
         self._backwards.summed(autograd, loss if scale == 1.0 else loss * scale)
         self._awaits_backward = False
 

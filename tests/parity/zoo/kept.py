@@ -159,6 +159,8 @@ class Report:
 class KeptSums(TokenTask):
     """Takes the sums of its layers and sets them back behind the layers."""
 
+    own_of_replicas = r"`net\.blocks\.\d\.spread`, .* and \d others"
+
     def __init__(self) -> None:
         super().__init__(Walker())
         self.net.blocks = nn.ModuleList([Adder() for _ in range(4)])
