@@ -173,12 +173,17 @@ class Nested(nn.Module):
 class Capacity(Loop):
     """Puts the tokens of each sequence into as many places as an expert has, and drops the others."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_capacity = 4
+
     def forward(self, x: Tensor) -> Tensor:
         weight, index = self.gate(x).softmax(-1).max(-1)
         chosen = F.one_hot(index, EXPERTS).to(x.dtype)
         place = (chosen.cumsum(1) * chosen).sum(-1).long() - 1
-        sent = chosen[..., None] * F.one_hot(place.clamp(max=3), 4).to(x.dtype)[:, :, None]
-        sent = sent * (place < 4)[..., None, None]
+        places = self.expert_capacity
+        sent = chosen[..., None] * F.one_hot(place.clamp(max=places - 1), places).to(x.dtype)[:, :, None]
+        sent = sent * (place < places)[..., None, None]
         given = torch.einsum("btec,bth->ebch", sent, x)
         made = torch.stack([self.experts[number](given[number]) for number in range(EXPERTS)])
         return torch.einsum("btec,ebch->bth", sent * weight[..., None, None], made)
@@ -286,14 +291,26 @@ class Balanced(Loop):
 class Dropped(Loop):
     """An expert takes ten tokens of a batch."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_capacity = 10
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, WIDTH)
         weight, index = self.gate(rows).softmax(-1).max(-1)
         out = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
-            taken = (index == number).nonzero().squeeze(-1)[:10]
+            taken = (index == number).nonzero().squeeze(-1)[: self.expert_capacity]
             out[taken] = expert(rows[taken]) * weight[taken, None]
         return out.view_as(x)
+
+
+class Filled(Dropped):
+    """An expert takes as many tokens as no two micro-batches give it, and the whole batch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_capacity = 30
 
 
 class Noisy(Loop):
@@ -468,7 +485,7 @@ class Pushed(Selected):
 _ALIKE = Loop, Sure, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences
 EXACT = {kind.__name__.lower(): kind for kind in _ALIKE}
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}
-PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Returned, Logits, Choosing)}
+PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Filled, Returned, Logits, Choosing)}
 """What mixes samples: over replicas it is not what one process computes."""
 KINDS: dict[str, Callable[[], nn.Module]] = {
     **EXACT,

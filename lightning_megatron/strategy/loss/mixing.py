@@ -28,6 +28,7 @@ from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.balance.added import AddedLosses
 from lightning_megatron.experts.balance.balancing import BalancingLosses, KeptLogits, balances, collect_once
 from lightning_megatron.experts.balance.bias import OwnBiases
+from lightning_megatron.experts.balance.capacities import Capacities
 from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, drops_tokens
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
@@ -107,7 +108,7 @@ class MixingTrials:
                 "micro-batches: leave `whole_batch_loss` at 'auto' and `micro_batch_loss_weight` out, or use "
                 "`capacity_factor=None`."
             )
-        self._biases, self._keep_counts = OwnBiases(module), False
+        self._biases, self._keep_counts, self._capacities = OwnBiases(module), False, Capacities(module)
         self._checks = self._replicas > 1 and self._balance is None
         if self._checks:
             self._checks = any(objects.gather(self._biases.some, mesh.group("world")))
@@ -171,17 +172,22 @@ class MixingTrials:
         own_clearing = is_overridden("optimizer_zero_grad", self._module)
         self._next = math.inf if own_clearing else self._steps * _AGAIN
         sees = _Sees(self._mesh.group("data_parallel") if self._replicas > 1 else None, self._routers.values())
-        told = objects.gather((self._try(call, pieces, sees), bool(weights) and self.counts.may), world)
-        tried = [found for found, _ in told if found is not None]
+        told = objects.gather(
+            (self._try(call, pieces, sees), bool(weights) and self.counts.may, self._capacities.some), world
+        )
+        tried = [found for found, *_ in told if found is not None]
         if len(tried) < len(told):  # nothing is known
             return False
-        least = _ROUNDING * max(each.loss for each in tried)  # experts that weigh 1 teach a router nothing
-        router = next((each.router for each in tried if each.router and each.moves > least), "")
+        router = _mixed_on_some(tried)
+        if not router and any(some for *_, some in told):
+            with self._capacities.lowered():
+                full = objects.gather(self._try(call, pieces, sees, full=True), world)
+            router = _mixed_on_some([found for found in full if found is not None])
         self._found = bool(router)
         if router:
             self._say(router, gathers=any(each.gathers for each in tried))
         balanced, keeps = any(each.balanced for each in tried), any(each.keeps_counts for each in tried)
-        may = balanced and not (keeps or self._found) and all(may for _, may in told)
+        may = balanced and not (keeps or self._found) and all(may for _, may, _ in told)
         self.counts.used = may and self._counts_exactly(call, pieces, weights[:2], sees)
         self.counts.forget()
         return self._found or keeps or (balanced and not self.counts.used)
@@ -242,8 +248,15 @@ class MixingTrials:
 
         return look
 
-    def _try(self, call: Callable[[Any], Any], pieces: list[Any], sees: _Sees) -> _Found | None:
-        """What a trial of two parts of a batch, and of both at once, has shown; ``None`` where it could not run."""
+    def _try(self, call: Callable[[Any], Any], pieces: list[Any], sees: _Sees, *, full: bool = False) -> _Found | None:
+        """What a trial of two parts of a batch, and of both at once, has shown; ``None`` where it could not run.
+
+        Args:
+            call: the user's step.
+            pieces: the parts, and both.
+            sees: what the step does.
+            full: whether experts are full after few tokens, so that the first part may leave no place to the second.
+        """
         alone = self._mesh.layout.world_size == self._replicas and self._experts == 1
         for known in self._known:
             known.called = False
@@ -254,14 +267,29 @@ class MixingTrials:
             return None
         sees.dtypes |= trial.dtypes
         within = tolerance(self._device, {parameter.dtype for parameter in self._routers.values()} | sees.dtypes)
-        router = mixed(found[2], found[0], found[1], within)
+        router = mixed(found[2], found[0], found[1], within, both=full)
         moves = sum(float(grad.norm() * self._routers[name].detach().norm()) for name, grad in found[2].items())
         called = any(known.called for known in self._known)
         return _Found(router, moves, trial.loss, sees.gathers, self._keep_counts, called)
 
 
-def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> str:
-    """The first parameter whose gradient of a batch is no combination of those of its parts, if it is so for most."""
+def mixed(
+    whole: Mapping[str, Tensor],
+    one: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    tolerance: float,
+    *,
+    both: bool = False,
+) -> str:
+    """The first parameter whose gradient of a batch is no combination of those of its parts, if it is so for most.
+
+    Args:
+        whole: gradients of the batch by name.
+        one: those of its first part.
+        other: and of its second.
+        tolerance: relative.
+        both: whether each part that has gradients has to be in the combination.
+    """
     names = [name for name in whole if name in one and name in other]
     if not names:
         return ""
@@ -271,11 +299,19 @@ def mixed(whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping
     norms = {name: float(whole[name].double().norm()) for name in names}
     least, far = _SMALL * max(norms.values()), []
     counted = [name for name in names if norms[name] > least]
+    if both and counted and float(parts.norm(dim=0).min()) > 0 and float(factors.abs().min()) < tolerance:
+        return counted[0]
     for name in counted:
         rest = whole[name].double() - factors[0] * one[name].double() - factors[1] * other[name].double()
         if float(rest.norm()) > tolerance * norms[name]:
             far.append(name)
     return far[0] if far and 2 * len(far) >= len(counted) else ""
+
+
+def _mixed_on_some(tried: Sequence[_Found]) -> str:
+    """A router that some rank has found to mix samples, by more than rounding; "" if there is none."""
+    least = _ROUNDING * max((each.loss for each in tried), default=0.0)  # experts that weigh 1 teach a router nothing
+    return next((each.router for each in tried if each.router and each.moves > least), "")
 
 
 def _pieces(batch: Any, parts: Sequence[Any]) -> list[Any]:
