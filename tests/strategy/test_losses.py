@@ -399,6 +399,9 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     again = Join([{mean: (5, 4)}, {mean: (5, 6)}], {})  # the whole had left its mean before: no count that goes on
     assert judge([again], ["layers.0"])[0] == {}
     assert judge([alike]) == ({right: "same"}, "", False) and judge([added, alike])[1] == "right"
+    begun = Join([{right: (None, [1])}, {right: (None, [2])}], {right: (None, [1, 2])})  # a list where nothing was
+    shut = Join([{right: ({1}, None)}, {right: ({1}, {1, 2})}], {right: ({1}, {1, 2})})
+    assert judge([begun]) == ({}, "right", False) and judge([shut]) == ({}, "right", False)
 
 
 class Ways(Callback):

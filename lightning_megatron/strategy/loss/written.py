@@ -90,6 +90,8 @@ def _kind_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights)
     if before is MISSING and isinstance(together, LISTS):
         before = type(together)()
         apart = [before if now is MISSING else now for now in apart]
+    if isinstance(together, LISTS) and not all(isinstance(value, LISTS) for value in (before, *apart)):
+        return ""  # nothing was there, or a number, and it could not be put together again
     if isinstance(together, set):
         return "sum" if set().union(*apart) == together and all(before <= now for now in apart) else ""
     if isinstance(together, (list, deque)):
