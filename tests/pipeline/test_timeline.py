@@ -259,7 +259,9 @@ def test_the_svg_has_a_bar_for_each_computation_with_its_times() -> None:
     assert "F0.0: 0 to 1" in tips
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert title(found) in texts
-    assert {"stage 0", "stage 1", "stage 2"} <= set(texts)
+    assert {"stage 0", "stage 1", "stage 2", "time"} <= set(texts)
+    measured = [text.text for text in ElementTree.fromstring(svg(found, "s")).iter("{http://www.w3.org/2000/svg}text")]
+    assert "time (s)" in measured and title(found, "s") in measured and f"makespan {found.makespan:.5g} s," in title(found, "s")
 
 
 def test_times_of_an_axis_are_round_and_their_labels_do_not_touch() -> None:

@@ -57,11 +57,12 @@ def text_grid(timeline: Timeline, unit: float | None = None) -> str:
     return table([cells + [IDLE] * (longest - len(cells)) for cells in rows])
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline, unit: str = "") -> str:
     """Draw a timeline as an SVG picture with a time axis; tooltips show the times of instructions.
 
     Args:
         timeline: The timeline to draw.
+        unit: Of its times, such as ``s``; none for costs that are relative to each other.
 
     Returns:
         The SVG document.
@@ -73,10 +74,10 @@ def svg(timeline: Timeline) -> str:
     width = left + timeline.makespan * scale + 20
     bottom = top + height * schedule.stages
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 560):.0f}" height="{bottom + 52}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 560):.0f}" height="{bottom + 70}"'
         ' font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="10" y="18" font-size="14">{escape(title(timeline))}</text>',
+        f'<text x="10" y="18" font-size="14">{escape(title(timeline, unit))}</text>',
     ]
     for rank in range(schedule.stages):
         y = top + height * rank
@@ -87,7 +88,9 @@ def svg(timeline: Timeline) -> str:
         x, wide = left + (start - timeline.start) * scale, (end - start) * scale
         parts.append(_bar(label(schedule, step), step, x, top + height * rank, wide, height, start, end))
     parts += _axis(timeline, left, bottom, scale)
-    parts += _legend(timeline, left, bottom + 36)
+    name = f"time ({unit})" if unit else "time"
+    parts.append(f'<text x="{left}" y="{bottom + 33}" fill="#666666">{escape(name)}</text>')
+    parts += _legend(timeline, left, bottom + 56)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -121,13 +124,13 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1000.0) -> dict[str, 
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def title(timeline: Timeline) -> str:
-    """One line that names a timeline and its figures."""
+def title(timeline: Timeline, unit: str = "") -> str:
+    """One line that names a timeline and its figures, the time with its unit."""
     schedule = timeline.schedule
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     return (
         f"{schedule.name}: {counted(schedule.stages, 'stage')}{chunks},"
-        f" {counted(schedule.micro_batches, 'micro-batch')}, makespan {timeline.makespan:.5g},"
+        f" {counted(schedule.micro_batches, 'micro-batch')}, makespan {f'{timeline.makespan:.5g} {unit}'.strip()},"
         f" bubble {timeline.bubble_fraction:.1%}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -46,9 +47,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         return ""
 
     def line(cells: Sequence[Any], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{escape(str(cell))}</{kind}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{kind}>{_code(escape(str(cell)))}</{kind}>" for cell in cells) + "</tr>"
 
     return f'<div class="wide"><table>{line(heads, "th")}{"".join(line(row, "td") for row in rows)}</table></div>'
+
+
+def _code(shown: str) -> str:
+    """Names between backticks as code."""
+    return re.sub(r"`([^`\n]+)`", r"<code>\1</code>", shown)
 
 
 def picture(svg: str, *, curves: bool = False) -> str:

@@ -31,6 +31,7 @@ class RankFacts:
         holds: the layers, and the parts beside them.
         parameters: elements of them that are here.
         state: bytes of weights, gradients and optimizer state.
+        moments: those of them that are optimizer state; none before the first step of a run that is not resumed.
         peak: bytes that the process, or its part of a GPU, has held at most.
         warnings: texts of the warnings that it was given.
     """
@@ -41,6 +42,7 @@ class RankFacts:
     holds: str
     parameters: int
     state: int
+    moments: int
     peak: int
     warnings: list[str] = field(default_factory=list)
 
@@ -66,6 +68,7 @@ def rank_facts(trainer: pl.Trainer, warned: Sequence[str] = ()) -> RankFacts:
         holds=held(strategy),
         parameters=sum(parameter.numel() for parameter in here),
         state=weights + gradients + moments,
+        moments=moments,
         peak=peak_bytes(strategy.root_device),
         warnings=list(warned),
     )
@@ -177,9 +180,9 @@ def screen(trainer: pl.Trainer, ranks: Sequence[RankFacts], shape: ModelShape | 
     if report is not None:
         lines.append(f"  tensor    {report.explain().splitlines()[0]}; `trainer.strategy.explain()` lists it")
     fullest = max(ranks, key=lambda one: one.state)
-    lines.append(
-        f"  memory    {size_words(fullest.state)} of weights, gradients and optimizer on rank {fullest.rank}, the "
-        "fullest, before the first step"
-    )
+    what, later = "weights, gradients and optimizer", ""
+    if not fullest.moments:
+        what, later = "weights and gradients", "; the optimizer's state comes with the first step"
+    lines.append(f"  memory    {size_words(fullest.state)} of {what} on rank {fullest.rank}, the fullest{later}")
     lines.append(f"  step      {expected_step(trainer, shape)}")
     return "\n".join(lines)

@@ -300,7 +300,7 @@ class RunReport(Callback):
              f"{predicted.makespan:.4g} s"),
             ("ideal: stages that take equally long", f"{ideal_bubble(measured.schedule):.1%}", ""),
         ]  # fmt: skip
-        return html.table(("", "bubble", "time"), rows) + html.picture(svg(measured))
+        return html.table(("", "bubble", "time"), rows) + html.picture(svg(measured, "s"))
 
 
 def _shared(trainer: pl.Trainer) -> dict[int, int]:

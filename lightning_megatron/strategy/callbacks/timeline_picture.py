@@ -92,7 +92,7 @@ class PipelineTimeline(Callback):
     def _write(self, directory: Path, measured: Timeline, predicted: Timeline) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         name = f"timeline-step{self._batch}"
-        (directory / f"{name}.svg").write_text(svg(measured))
-        (directory / f"{name}-predicted.svg").write_text(svg(predicted))
+        (directory / f"{name}.svg").write_text(svg(measured, "s"))
+        (directory / f"{name}-predicted.svg").write_text(svg(predicted, "s"))
         trace = chrome_trace(measured, microseconds=1e6)
         (directory / f"{name}.json").write_text(json.dumps(trace))
