@@ -261,7 +261,11 @@ def test_the_svg_has_a_bar_for_each_computation_with_its_times() -> None:
     assert title(found) in texts
     assert {"stage 0", "stage 1", "stage 2", "time"} <= set(texts)
     measured = [text.text for text in ElementTree.fromstring(svg(found, "s")).iter("{http://www.w3.org/2000/svg}text")]
-    assert "time (s)" in measured and title(found, "s") in measured and f"makespan {found.makespan:.5g} s," in title(found, "s")
+    assert (
+        "time (s)" in measured
+        and title(found, "s") in measured
+        and f"makespan {found.makespan:.5g} s," in title(found, "s")
+    )
 
 
 def test_times_of_an_axis_are_round_and_their_labels_do_not_touch() -> None:
