@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import tomllib
 from functools import reduce
 from pathlib import Path
@@ -46,6 +47,31 @@ def test_the_citation_is_read_and_agrees() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (citation["title"], citation["license"]) == (PROJECT["name"], PROJECT["license"])
     assert citation["references"][0]["url"] in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _package_page(source: str | None) -> str:
+    page = runpy.run_path(str(ROOT / "setup.py"))["package_page"]
+    return str(page((ROOT / "README.md").read_text(encoding="utf-8"), source, "1.2.3"))
+
+
+def _targets(markdown: str) -> list[str]:
+    return re.findall(r"\]\(([^)]*)\)", markdown)
+
+
+def test_links_of_the_package_page_are_absolute() -> None:
+    page = _package_page("https://example.org/code/")
+    targets = _targets(page)
+    assert len(targets) == len(_targets((ROOT / "README.md").read_text(encoding="utf-8"))) > 40
+    assert all(target.startswith("https://") for target in targets)
+    ours = [target.partition("/blob/v1.2.3/")[2] for target in targets if target.startswith("https://example.org")]
+    assert len(ours) > 40 and all((ROOT / re.split(r"[?#]", name)[0]).exists() for name in ours)
+    assert "](https://example.org/code/blob/v1.2.3/docs/images/schedule_1f1b.svg?raw=true)" in page
+
+
+def test_links_of_a_package_page_without_a_repository_are_dropped_not_dead() -> None:
+    page = _package_page(None)
+    assert all(target.startswith("https://") for target in _targets(page))
+    assert "![" not in page and "predicted, and measured on CPU" in page.replace("\n", " ")
 
 
 def private_names_of_torch() -> set[str]:
