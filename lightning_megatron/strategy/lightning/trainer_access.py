@@ -265,6 +265,11 @@ def training_data(module: pl.LightningModule) -> Any:
     return getattr(source, "instance", None)
 
 
+def batch_number(module: pl.LightningModule) -> int | None:
+    """``batch_idx`` of the batch that is trained; ``None`` without a trainer."""
+    return None if module._trainer is None else int(module._trainer.fit_loop.epoch_loop.batch_idx)
+
+
 def fetched_loaders(trainer: pl.Trainer) -> tuple[Any, Any]:
     """The combined training loader of a fit and the fetcher that reads it; ``None`` for each that is not set up."""
     return trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher

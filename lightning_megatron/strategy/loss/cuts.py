@@ -140,6 +140,8 @@ class Cuts:
         with counts.aside():
             parts, cut = self._cut(call, batch, split)
             weights = cut.weights if len(parts) > 1 and not cut.sums else ()
+        if self.trials.began:
+            mixing.retry()
         if mixing.mixes(call, batch, split, first=first, weights=weights) and len(parts) > 1:
             self.trials.keep_whole()
             parts, cut = self._cut(call, batch, split)
@@ -161,6 +163,8 @@ class Cuts:
         if self._tries_uncut or self.weighs:
             with self.mixing.counts.aside(always=True):
                 self.latest = self._cut(call, batch, [batch])[1]
+            if self.trials.began:
+                self.mixing.retry()
         self.mixing.mixes(call, batch, [batch], first=first)
         self.mixing.counts.agreed([batch])
         return self.latest

@@ -151,6 +151,11 @@ class MixingTrials:
         if self.counts.may and not self.counts.used:
             self.counts.may = not has_gradient_hooks(self._module)  # with which nothing is tried
 
+    def retry(self) -> None:
+        """Called where a phase of training begins, in which another loss may be computed: the step is tried."""
+        if math.isfinite(self._next):
+            self._next = 0.0
+
     def _tries(
         self,
         call: Callable[[Any], Any],

@@ -82,13 +82,12 @@ class OverReplicas:
     Attributes:
         group: the replicas.
         unseen: whether this replica's batch looks like none before.
-        looks_other: whether that of some replica did, in the step before.
     """
 
     def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module) -> None:
         self._mesh, self._device, self._module = mesh, device, module
         self.group = mesh.group("data_parallel")
-        self.unseen, self.looks_other = False, False
+        self.unseen = False
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 

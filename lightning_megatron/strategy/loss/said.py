@@ -185,15 +185,17 @@ def warn_of_logged(before: Reading, now: Reading, step: int) -> None:
         )
 
 
-def warn_of_earlier_steps(steps: int) -> None:
+def warn_of_earlier_steps(steps: int, of: str = "micro-batches'") -> None:
     """Say that steps before may have differed from those of one process.
 
     Args:
         steps: how many there were.
+        of: whose losses were weighed.
     """
+    remedy = " Pass `whole_batch_loss=True`." if of != "replicas'" else ""
     rank_zero_warn(
-        f"up to step {steps} the micro-batches' losses could not be told from those of a mean over their samples; "
-        "those steps may differ from the steps of one process. Pass `whole_batch_loss=True`."
+        f"up to step {steps} the {of} losses could not be told from those of a mean over their samples; "
+        f"those steps may differ from the steps of one process.{remedy}"
     )
 
 

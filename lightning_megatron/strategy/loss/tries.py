@@ -37,6 +37,7 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
@@ -57,6 +58,7 @@ from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _UNSETTLED = 16  # steps in which equal losses are tried again
+_LATE = ("time", "keys", "other")  # why a step is tried that may not be the first of its kind
 _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
 
 
@@ -71,6 +73,7 @@ class LossTrials:
         once: values that a step writes once per batch.
         around: whether layers may run in micro-batches where the loss is one of the whole batch.
         again: whether the step was seen to call the layers again.
+        began: whether the latest step was the first of a phase, as far as the step's code says.
         replicas: what trials have to do with the other replicas; ``None`` for one.
     """
 
@@ -93,6 +96,8 @@ class LossTrials:
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
         several = context.mesh.layout.data > 1
         self.replicas = OverReplicas(context.mesh, self._device, self._module) if several else None
+        self._phases: Phases | None = None
+        self._looks_other, self.began, self._of_held = False, False, False
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -104,13 +109,20 @@ class LossTrials:
         """
         self._steps += 1
         held, self._held = self._held, None
+        self._phases = self._phases or Phases(self._module)
+        self._phases.look()
+        self.began = self._phases.changed or self._looks_other
         if self.replicas is not None:
             self.replicas.unseen = False
         known = self.reading.tried and self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
         if not known or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
             if why:
+                self._of_held = held is not None
                 self._try_if_possible(call, *(held or (batch, parts)), why)
+        else:  # batches are whole, whatever begins
+            self._phases.note()
+            self._looks_other = self.began = False
         if self.replicas is not None and self.replicas.unseen and self._is_new(batch):
             self._held = batch, parts
         elif self.replicas is not None:
@@ -125,6 +137,8 @@ class LossTrials:
             pieces = self.replicas.pieces_of(batch, apart=why == "counts")
         due = self._steps >= self._next
         self._looks.add(look_of(batch))
+        if self._phases is not None:
+            self._phases.note()
         if pieces is not None:
             self._try(call, pieces, why, cut=len(parts) > 1)
         elif due:
@@ -136,6 +150,11 @@ class LossTrials:
         """Whether the batch of the latest step looks like none before, which replicas do not see alike."""
         return self.replicas is not None and self.replicas.unseen
 
+    @property
+    def tells(self) -> bool:
+        """Whether the latest step was unlike those that were tried, which other ranks are to hear of."""
+        return self.looks_new or (self._phases is not None and self._phases.switched)
+
     def keep_whole(self) -> None:
         """Say that the loss is one of the whole batch, in layers and behind them."""
         self.reading, self.around, self._in_layers = replace(self.reading, stays=True), False, True
@@ -143,8 +162,7 @@ class LossTrials:
     def note_logged(self, outcome: Outcome) -> None:
         """Say what a step has logged, on every rank alike."""
         names, differ = [key.name for key in outcome.logs.keys], outcome.differ
-        if outcome.unseen and self.replicas is not None:
-            self.replicas.looks_other = True
+        self._looks_other |= outcome.unseen
         self._differ = differ or (self._rounds and self._steps in _ROUNDED)
         self._differ &= self._asked < _UNSETTLED and any(name not in self.reading.logs for name in names)
         self._asked += self._differ
@@ -166,9 +184,11 @@ class LossTrials:
             if self.replicas is None or self._steps == 1:
                 return "look"
             self.replicas.unseen = True  # is tried with the others, in the next step
-        if self.replicas is not None and self.replicas.looks_other:  # in the step before, on some replica
-            self.replicas.looks_other = False
-            return "look"
+        other, self._looks_other = self._looks_other, False  # in the step before, on some rank
+        if self._phases is not None and self._phases.changed:
+            return "phase"
+        if other:
+            return "other"
         if self._steps >= self._next:
             return "time"
         uncut = len(parts) == 1
@@ -221,11 +241,13 @@ class LossTrials:
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
-        given = (own, by_sample), writes, alone, unsure, tried.draws.narrow, len(joins.joins)
+        of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
+        given = (own, by_sample), writes, alone, unsure, of_held, tried.draws.narrow, len(joins.joins)
         told = objects.gather(given, self._mesh.group("world"))
         found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow, _ in told))
+        why = "look" if why == "other" and any(held for *_, held, _, _ in told) else why
         self.reading = before.after(found)
-        self._unsure = any(unsure for *_, unsure, _, _ in told)
+        self._unsure = any(unsure for *_, unsure, _, _, _ in told)
         if due:  # replicas may have unlike numbers of micro-batches
             few = min(joined for *_, joined in told) == 1
             self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
@@ -235,6 +257,9 @@ class LossTrials:
         could, self.around = self.around, False
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [own for own, *_ in told], cut=cut)
+            other = not self.reading.fits or (before.fits and self.reading.way != before.way)
+            if not cut and why in _LATE and before.fits and other:
+                warn_of_earlier_steps(self._steps - 1, "replicas'")
         if cut and self.reading.whole and all(alone for _, _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
@@ -306,7 +331,7 @@ class LossTrials:
             say_around(found, self.reading, parts)
             return
         say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
-        if self.reading.whole and before.settled and before.fits and why in ("time", "keys"):
+        if self.reading.whole and before.settled and before.fits and why in _LATE:
             warn_of_earlier_steps(self._steps - 1)
 
 

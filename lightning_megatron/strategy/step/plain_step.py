@@ -61,7 +61,7 @@ class PlainStep:
             if cut.logs or self._cuts.weighs:
                 recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch))
             output = self._experts.ending(call)(batch)
-            unseen = self._cuts.trials.looks_new
+            unseen = self._cuts.trials.tells
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if compares:
