@@ -63,6 +63,29 @@ def test_every_message_that_the_code_raises_has_a_row_in_the_error_guide() -> No
     assert missing == [], "write a row in docs/errors.md, or run `python -m tools.errors`"
 
 
+FAULTS = ("check.py", "rules.py", "transfers.py")  # return what is wrong with a schedule, which one error says
+
+
+def faults_of_schedules() -> list[str]:
+    """What a schedule may be refused for: returned texts, and those that are put together as `message` before."""
+    found = []
+    for name in FAULTS:
+        module = ast.parse((errors.PACKAGE / "pipeline" / "schedules" / name).read_text(encoding="utf-8"))
+        for function in [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]:
+            for node in ast.walk(function):
+                is_message = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message"
+                value = node.value if is_message or isinstance(node, ast.Return) else None
+                value = value.elts[0] if isinstance(value, ast.Tuple) else value
+                found += errors.text_of(value, function, module) if isinstance(value, ast.JoinedStr | ast.IfExp) else []
+    return [" ".join(text.split()) for text in dict.fromkeys(found)]
+
+
+def test_every_fault_of_a_schedule_has_a_row_in_the_error_guide() -> None:
+    faults = [text for text in faults_of_schedules() if len(re.findall(r"[a-z]+", text)) > 2]
+    assert len(faults) > 16
+    assert [text for text in faults if not any(is_said(row, text) for row in documented_messages())] == []
+
+
 def test_messages_are_read_through_names_functions_and_conditions(tmp_path: Path) -> None:
     path = tmp_path / "raising.py"
     path.write_text(
