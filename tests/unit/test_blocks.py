@@ -67,6 +67,7 @@ def test_a_tutorial_trains(page: Path, tmp_path: Path) -> None:
     assert devices is not None
     run = run_in_workers(str(script), tmp_path, processes=int(devices[1]))
     assert run.code == 0, run.output
+    assert "Total FLOPs: 0" not in run.output
     for wanted in re.findall(r"^# prints: (.*)$", script.read_text(), re.M):
         assert wanted in run.output, run.output
 
