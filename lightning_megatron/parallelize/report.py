@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -43,6 +43,18 @@ class ParallelReport:
         """Names of parameters whose gradients must be summed over the tensor group before they are used."""
         return [name for name, sharding in self.parameters.items() if sharding.sums_gradient]
 
+    def grouped(self, every_layer: bool = False) -> list[tuple[ModuleRow, int]]:
+        """Rows that are alike but for the numbers of their layers, each once with how many there are.
+
+        Args:
+            every_layer: whether numbered layers stay apart.
+        """
+        seen: dict[ModuleRow, int] = {}
+        for row in self.rows:
+            alike = row if every_layer else replace(row, name=_of_any_layer(row.name))
+            seen[alike] = seen.get(alike, 0) + 1
+        return list(seen.items())
+
     def explain(self, every_layer: bool = False) -> str:
         """The plan as a table.
 
@@ -52,23 +64,10 @@ class ParallelReport:
         head = f"tensor parallel plan ({self.source}), {self.tensor_parallel_size} ranks"
         head += ", sequence parallel" if self.sequence_parallel else ""
         lines: list[tuple[str, ...]] = [("module", "style", "global", "local", "forward", "backward", "note")]
-        seen: dict[tuple[str, ...], int] = {}
-        for row in self.rows:
-            name = row.name if every_layer else _of_any_layer(row.name)
-            line = (
-                name,
-                row.style,
-                _shape(row.global_shape),
-                _shape(row.local_shape),
-                row.forward,
-                row.backward,
-                row.note,
-            )
-            seen[line] = seen.get(line, 0) + 1
-        lines += [
-            (*line[:1], *line[1:-1], "; ".join(filter(None, (line[-1], f"x{count}" if count > 1 else ""))))
-            for line, count in seen.items()
-        ]
+        for row, count in self.grouped(every_layer):
+            shapes = _shape(row.global_shape), _shape(row.local_shape)
+            note = "; ".join(filter(None, (row.note, f"x{count}" if count > 1 else "")))
+            lines.append((row.name, row.style, *shapes, row.forward, row.backward, note))
         return "\n".join([head, *_columns(lines), *self.notes])
 
 

@@ -79,6 +79,8 @@ REFUSED = [
     (["explain", "--hf-config", "broken.json"], "`broken.json` is not JSON"),
     (["explain", "--hf-config", "config.json", "--plan", "absent"], "`absent`: no such file or directory"),
     (["explain", "--hf-config", "config.json", "--tensor", "0"], "--tensor"),
+    (["explain", "--hf-config", "config.json", "--plot", "plan.png"], "`--plot plan.png` must end in .svg"),
+    (["explain", "--hf-config", "config.json", "--plot", "absent/plan.svg"], "there is no folder absent"),
     (["rehearse", "train"], "`train` must name a function, as in train.py:build"),
     (["rehearse", "absent.py:build"], "there is no file absent.py"),
     (["rehearse", "train.py:build", "--layout", "t0"], "`--layout` has 't0'"),

@@ -127,6 +127,16 @@ def test_explain_does_not_ask_the_hub_for_a_file_that_is_not_there() -> None:
     assert result.exit_code != 0 and "there is no such file" in _unwrapped(result)
 
 
+def test_explain_draws_the_plan_that_it_prints(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    picture = tmp_path / "plan.svg"
+    result = RUNNER.invoke(app, ["explain", "--hf-config", str(tmp_path), "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    names = [line.split()[0] for line in result.stdout.splitlines()[2:] if "  " in line]
+    assert len(names) > 4 and all(name in picture.read_text(encoding="utf-8") for name in names)
+
+
 def _plan(*arguments: str) -> str:
     """What ``plan`` prints for a model of ``arguments``, without line breaks."""
     return _unwrapped(RUNNER.invoke(app, ["plan", *arguments]))

@@ -81,4 +81,5 @@ def _memory(axes: Any, ranked: Sequence[Prediction]) -> None:
     axes.set(ylabel="GiB", title="Memory of the fullest rank")
     axes.tick_params(axis="x", labelrotation=40, labelsize=7)
     axes.set_xticks(range(len(names)), names, ha="right", rotation=40)
-    axes.legend(fontsize=8)
+    axes.set_ylim(top=1.3 * max(max(below), *(item.capacity / GIB for item in ranked)))  # room for the legend
+    axes.legend(fontsize=8, loc="upper center", ncols=3)

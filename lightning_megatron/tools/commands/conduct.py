@@ -83,6 +83,18 @@ def read_json(file: Path, option: str) -> Any:
             raise ValueError(f"`{file}` is not JSON: {error}") from error
 
 
+def check_plot(file: Path | None) -> None:
+    """Refuse a picture that could not be written, before any work.
+
+    Raises:
+        ValueError: it has another format, or no folder.
+    """
+    if file and file.suffix.lower() != ".svg":
+        raise ValueError(f"`--plot {file}` must end in .svg, the format that is written")
+    if file and not file.absolute().parent.is_dir():
+        raise ValueError(f"`--plot {file}`: there is no folder {file.parent}; make it first")
+
+
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show on a terminal what is being done, and for how long; prints nothing elsewhere."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lightning_megatron.tools.commands.conduct import read_json, refusing, working
+from lightning_megatron.tools.commands.conduct import check_plot, read_json, refusing, working
 
 
 def explain(
@@ -17,6 +17,7 @@ def explain(
     sequence_parallel: Annotated[bool, typer.Option(help="Split activations along the sequence as well.")] = False,
     plan: Annotated[Path | None, typer.Option(help="A JSON file of pattern -> style instead of the own plan.")] = None,
     every_layer: Annotated[bool, typer.Option(help="List numbered layers one by one.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the plan as SVG into this file.")] = None,
 ) -> None:
     """Print the tensor-parallel plan of a Hugging Face model: modules, styles, shapes, collectives.
 
@@ -26,11 +27,18 @@ def explain(
     if not hf_config.exists():  # before torch is imported, and before the hub is asked for a model of that name
         raise typer.BadParameter(f"`--hf-config {hf_config}`: there is no such file or folder here")
     read_json(hf_config / "config.json" if hf_config.is_dir() else hf_config, "--hf-config")
+    with refusing():
+        check_plot(plot)
     chosen: Any = "auto" if plan is None else read_json(plan, "--plan")
     with refusing(), working("reading the layers of the model"):
         from lightning_megatron.parallelize import explain as explain_module
 
         report = explain_module(_weightless_model(hf_config), tensor, chosen, sequence_parallel)
+    if plot:
+        from lightning_megatron.parallelize.picture import plan_picture
+
+        with refusing():
+            plot.write_text(plan_picture(report, every_layer), encoding="utf-8")
     typer.echo(report.explain(every_layer))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_megatron.tools.commands.conduct import refusing, working
+from lightning_megatron.tools.commands.conduct import check_plot, refusing, working
 
 if TYPE_CHECKING:
     from lightning_megatron.planner.model.shape import ModelShape
@@ -59,7 +59,7 @@ def plan(
     from lightning_megatron.planner.search.search import plan as find_plan
 
     with refusing():
-        _check_plot(plot)
+        check_plot(plot)
         if cluster and gpu:
             raise ValueError("`--cluster` says which GPUs there are, so `--gpu` has no meaning beside it; give one")
         machine = Cluster.from_yaml(cluster) if cluster else Cluster.named(gpu or "A100-80")
@@ -84,18 +84,6 @@ def plan(
         typer.echo(json.dumps(found.as_dict(), indent=1))
     else:
         _print(found)
-
-
-def _check_plot(file: Path | None) -> None:
-    """Refuse a picture that could not be written, before the search.
-
-    Raises:
-        ValueError: it has another format, or no folder.
-    """
-    if file and file.suffix.lower() != ".svg":
-        raise ValueError(f"`--plot {file}` must end in .svg, the format that is written")
-    if file and not file.absolute().parent.is_dir():
-        raise ValueError(f"`--plot {file}`: there is no folder {file.parent}; make it first")
 
 
 def _shape(
