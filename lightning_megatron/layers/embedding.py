@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_megatron.layers.bounds import check_bounds
 from lightning_megatron.layers.loss import local_vocabulary
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.mesh.messages.collectives import reduce_from_group, resolve_group
@@ -75,12 +76,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def _lookup(layer: VocabParallelEmbedding, sharding: EmbeddingSharding, tokens: Tensor) -> Tensor:
-    if tokens.device.type == "cpu" and tokens.numel():
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= layer.num_embeddings:
-            raise IndexError(
-                f"Token id {low if low < 0 else high} is outside the vocabulary of {layer.num_embeddings}."
-            )
+    check_bounds(tokens, layer.num_embeddings, "Token id")
     index = tokens - sharding.start
     here = (index >= 0) & (index < sharding.held)
     if layer.scale_grad_by_freq:  # tokens of other ranks must not count as uses of an entry

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.layers.bounds import check_bounds
 from lightning_megatron.mesh.autograd import first_order, is_differentiated_twice
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import padded_vocabulary
@@ -153,7 +154,7 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: an unknown reduction, shapes that do not match, or a group without ``vocabulary``.
-        IndexError: on the CPU, a target that is neither a class nor ``ignore_index``.
+        IndexError: on the CPU, a target that is neither a class nor ``ignore_index``; on CUDA an assertion fails.
     """
     if group is None:
         return F.cross_entropy(
@@ -168,7 +169,7 @@ def vocab_parallel_cross_entropy(
     dtype = values.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     flat = target.reshape(-1)
     kept = flat != ignore_index
-    _check_targets(flat, kept, vocabulary)
+    check_bounds(flat, vocabulary, "Target", kept)
     classes = flat.where(kept, 0)
     factor = kept.to(values.dtype) if weight is None else weight.to(values.dtype)[classes].where(kept, 0)
     spread, total = None, float(vocabulary)
@@ -195,11 +196,3 @@ def _check_shapes(logits: Tensor, target: Tensor, reduction: str) -> None:
             f"Logits of shape {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
             f"got {tuple(target.shape)}."
         )
-
-
-def _check_targets(target: Tensor, kept: Tensor, vocabulary: int) -> None:
-    if target.device.type != "cpu":
-        return
-    wrong = kept & ((target < 0) | (target >= vocabulary))
-    if bool(wrong.any()):
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds for {vocabulary} classes.")

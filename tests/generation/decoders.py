@@ -54,6 +54,17 @@ class Remembers(Decoder):
         return found
 
 
+class EndsApart(Decoder):
+    """Criteria and clocks that say something else on each rank but the first."""
+
+    def predict_step(self, batch: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
+        late = self.global_rank >= replicas
+        given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+        ends = self.model.generate(batch, stopping_criteria=[lambda ids, _: len(ids[0]) > (9 if late else 7)], **given)
+        return ends, self.model.generate(batch, max_time=60.0 if late else 0.0, num_beams=2, **given)
+
+
 class Guided(Decoder):
     """Without classifier, two passes a token."""
 
@@ -133,6 +144,7 @@ _HALF = {"layers": 4, "attention_heads": 4, "ffn_dim": 64}
 
 DECODERS: dict[str, tuple[Any, str]] = {
     "remembers": (Remembers, "predict"),
+    "ends apart": (EndsApart, "predict"),
     "guided": (Guided, "predict"),
     "own beams": (OwnBeams, "predict"),
     "fills": (Fills, "predict"),

@@ -100,6 +100,11 @@ def test_a_strangers_loop_gives_what_it_gives_in_one_process(name: str) -> None:
     check_stranger(name, (2, 1, 1))
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
+def test_ranks_end_a_generation_together_whatever_their_clocks_say(sizes: Sizes) -> None:
+    check_stranger("ends apart", sizes)
+
+
 @wide
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", sorted(STRANGERS))

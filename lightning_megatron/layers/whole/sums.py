@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.layers.bounds import check_bounds
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
@@ -154,8 +155,7 @@ def values_at(model: WholeTensor, index: Tensor) -> Tensor:
         IndexError: an index outside of the dim.
     """
     dim, length = model.along, model.spread.length
-    if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
-        raise IndexError(f"index {int(index.max())} is out of bounds for dimension {dim} with size {length}")
+    check_bounds(index, length, "index")
     start, held = model.spread.span(model.local().shape[dim])
     here = (index >= start) & (index < start + held)
     found = model.local().gather(dim, (index - start).where(here, 0))

@@ -132,6 +132,11 @@ class ModelCalls:
             follower.groups, follower.wire = None, told
         return found
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the code that runs is one of several tasks; see :meth:`together`."""
+        return self._follower.groups is not None
+
     def step_begins(self) -> None:
         """Leave the model's own calls alone, which ordinary steps make in every micro-batch."""
         for holder in self._holders:

@@ -20,7 +20,7 @@ from lightning_megatron.strategy.generation.prefill import check_prefill, prefil
 
 _OURS = (
     *("inputs", "input_ids", "attention_mask", "max_length", "num_return_sequences", "return_dict_in_generate"),
-    *("streamer", "assistant_model", "past_key_values", "inputs_embeds"),
+    *("streamer", "assistant_model", "past_key_values", "inputs_embeds", "max_time"),
 )
 _CACHES = (None, "dynamic", "dynamic_full", "static")
 
