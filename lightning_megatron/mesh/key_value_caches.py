@@ -7,6 +7,7 @@ keys and values already.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -37,8 +38,8 @@ def in_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether ``value`` is one of Hugging Face's caches, or a layer of one."""
-    return type(value).__module__.startswith("transformers.cache_utils")
+    """Whether ``value`` is one of Hugging Face's caches, or a layer of one; not what layers hand on in a dictionary."""
+    return type(value).__module__.startswith("transformers.cache_utils") and not isinstance(value, Mapping)
 
 
 def _layers_of(cache: Any) -> list[Any]:

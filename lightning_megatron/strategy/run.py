@@ -35,7 +35,6 @@ from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
-from lightning_megatron.strategy.generation.stopping import agree_on_stops
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
 from lightning_megatron.strategy.hooks.late_modules import LateModules
 from lightning_megatron.strategy.hooks.over_stages import OverStages
@@ -112,7 +111,6 @@ class Run:
         self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
         self._late = LateModules(self.module, gradients.presence, wanted=divided)
         clips_gradients_of(precision, gradients)
-        agree_on_stops(self.module, mesh)
         stage = Stage.of(self.module)
         self._over_stages: OverStages | None = None
         if stage is not None:

@@ -17,6 +17,7 @@ from lightning_megatron.strategy.callbacks.expert_bias import insert_expert_call
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
 from lightning_megatron.strategy.callbacks.loop_ends import insert_loop_ends, remove_loop_ends
+from lightning_megatron.strategy.generation.stopping import agree_on_stops
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.balance_asked import Balance
@@ -79,6 +80,7 @@ def start_run(
     if earlier is not None and earlier.module is module:
         synchronize(module, processes.mesh, wanted=syncs)
         module.to(processes.device)
+        agree_on_stops(module, processes.mesh)
         return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
     engine_options = options.engine(getattr(precision, "layer_dtype", None))
     module_options = options.module(stage_speeds)
@@ -88,4 +90,5 @@ def start_run(
     assembled = assembler.assemble(module, syncs, loads)
     if (path := start_from(module, options.initial_weights)) is not None:
         ModelState(assembled, processes.mesh).fill_from(path)
+    agree_on_stops(module, processes.mesh)
     return Run(trainer, assembled, processes, precision, options, io)

@@ -13,9 +13,17 @@ from lightning_megatron import MegatronStrategy
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 from tests.parity.zoo.data import VOCABULARY
-from tests.parity.zoo.huggingface import CONFIGS
+from tests.parity.zoo.huggingface import CONFIGS, LAYERS
 
 Sizes = tuple[int, int, int]
+# The last two layers read keys and values of others; hidden states are [2, rows, tokens, width].
+_SHARED: dict[str, Any] = {
+    **{**CONFIGS["gemma3"][2], "num_hidden_layers": LAYERS + 2, "num_kv_shared_layers": 2, "altup_num_inputs": 2},
+    **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 4, "laurel_rank": 4},
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2 + 1),
+    "activation_sparsity_pattern": [0.0] * (LAYERS + 2),
+}
+FAMILIES = {**CONFIGS, "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", _SHARED)}
 GREEDY: dict[str, Any] = {"do_sample": False}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -31,7 +39,7 @@ def tiny(family: str) -> Any:
     """A model of a family, in float64, whose tokens vary: with large weights, and no end."""
     import transformers
 
-    config, model, options = CONFIGS[family]
+    config, model, options = FAMILIES[family]
     torch.manual_seed(3)
     made = getattr(transformers, model)(getattr(transformers, config)(**options)).double()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from tests.harness import one_process, run_trainers
 
 FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "opt", "gpt_neox"),
-    *("bloom", "gptj", "stablelm", "olmo2", "starcoder2", "falcon"),
+    *("bloom", "gptj", "stablelm", "olmo2", "starcoder2", "falcon", "gemma3n"),
 )
 LAYOUTS: tuple[Sizes, ...] = ((1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))
 wide = pytest.mark.wide
@@ -40,6 +40,10 @@ def check_tokens(family: str, sizes: Sizes, modes: tuple[str, ...], where: str) 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
 def test_predictions_in_every_mode_are_those_of_one_process(sizes: Sizes) -> None:
     check_tokens("llama", sizes, tuple(MODES), "predict")
+
+
+def test_layers_that_read_the_keys_of_others_decode_under_a_pipeline() -> None:
+    check_tokens("gemma3n", (2, 1, 1), ("greedy", "beams"), "predict")
 
 
 def test_tokens_in_steps_a_callback_and_after_fit_are_those_of_one_process() -> None:

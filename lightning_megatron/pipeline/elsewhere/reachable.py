@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import types
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -100,6 +100,8 @@ class Reach:
             self._visit_container(value, address, depth)
         elif kind is tuple:
             self._visit_entries(enumerate(value), "item", address, depth)
+        elif isinstance(value, UserDict):
+            self._visit(value.data, (*address, ("attr", "data")), depth)
         elif isinstance(value, types.BuiltinMethodType):
             self._visit(value.__self__, (*address, ("self",)), depth)
         elif isinstance(value, _FUNCTIONS):

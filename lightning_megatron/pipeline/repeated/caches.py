@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lightning_megatron.mesh.key_value_caches import is_cache
 
-_KNOWN = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"))
+_KNOWN = frozenset(
+    ("DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+)
 _LIBRARY = "transformers."
 
 
@@ -27,12 +29,14 @@ class Grown(NamedTuple):
         part: which part of it: ``""``, or the attribute of a cache that is made of two.
         layer: of the cache.
         positions: how many.
+        rows: of the batch, as the cache holds them; a hidden state may count something else first.
     """
 
     cache: int
     part: str
     layer: int
     positions: int
+    rows: int
 
 
 class Caches:
@@ -78,19 +82,22 @@ class Caches:
             for place, cache in enumerate(self.found)
             for part, half in _parts(cache)
             for at, layer in enumerate(half.layers)
+            if type(layer).__name__ != "DummyLayer"  # of a layer that reads another's
         }
 
     def grown(self, before: dict[tuple[int, str, int], int]) -> tuple[Grown, ...]:
         """What was added since."""
         found = ((key, length - before.get(key, 0)) for key, length in self.lengths().items())
-        return tuple(Grown(*key, more) for key, more in found if more)
+        return tuple(Grown(*key, more, self._rows(*key)) for key, more in found if more)
 
-    def grow(self, notes: Sequence[Grown], rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    def _rows(self, cache: int, part: str, layer: int) -> int:
+        return int(dict(_parts(self.found[cache]))[part].layers[layer].keys.shape[0])
+
+    def grow(self, notes: Sequence[Grown], device: torch.device, dtype: torch.dtype) -> None:
         """Add as many positions as the stage that has the layer added there.
 
         Args:
             notes: what it added.
-            rows: of the batch.
             device: of the entries.
             dtype: likewise.
         """
@@ -101,7 +108,9 @@ class Caches:
             heads, width, out = 1, 1, 1
             if isinstance(keys, Tensor) and keys.ndim == 4:  # made beforehand, in its full size
                 heads, width, out = keys.shape[1], keys.shape[3], layer.values.shape[3]  # type: ignore[union-attr]
-            made = [torch.zeros(rows, heads, note.positions, size, dtype=dtype, device=device) for size in (width, out)]
+            made = [
+                torch.zeros(note.rows, heads, note.positions, size, dtype=dtype, device=device) for size in (width, out)
+            ]
             cache.update(*made, note.layer)
 
 

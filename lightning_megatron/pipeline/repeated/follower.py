@@ -234,7 +234,7 @@ class CallFollower:
 
     def _grow(self, caches: Caches, grown: tuple[Grown, ...], x: Tensor) -> None:
         if grown:
-            caches.grow(grown, x.shape[0], self._device, x.dtype)
+            caches.grow(grown, self._device, x.dtype)
 
     def _follow(self, note: Note, caches: Caches, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do here what a call on another stage did besides giving something."""
@@ -257,16 +257,18 @@ def _form_of(output: Any, x: Tensor, left: bytes | None, grown: tuple[Grown, ...
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     like = len(tensors) == 1 and tensors[0].shape == x.shape and tensors[0].dtype == x.dtype
     like = like and all(isinstance(leaf, (Tensor, *_FLAGS)) for leaf in leaves)
-    tokens = x.shape[1] if x.ndim > 1 else 0
-    talks = not like or left is not None or any(note.positions != tokens for note in grown)
+    rows, tokens = x.shape[:2] if x.ndim > 1 else (0, 0)
+    talks = not like or left is not None or any((note.rows, note.positions) != (rows, tokens) for note in grown)
     if talks:
         return _Form(None, (), True)
     without = [_Input() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return _Form(pytree.tree_unflatten(without, spec), tuple(note._replace(positions=0) for note in grown), False)
+    return _Form(
+        pytree.tree_unflatten(without, spec), tuple(note._replace(positions=0, rows=0) for note in grown), False
+    )
 
 
 def _grown(form: _Form, x: Tensor) -> tuple[Grown, ...]:
-    return tuple(note._replace(positions=x.shape[1]) for note in form.grown)
+    return tuple(note._replace(positions=x.shape[1], rows=x.shape[0]) for note in form.grown)
 
 
 def _refuse_change(name: str) -> None:

@@ -16,6 +16,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_for
-from lightning_megatron.mesh.replaced import Replacement
+from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
 from lightning_megatron.pipeline.stage.stage import Stage
 
@@ -40,9 +41,10 @@ def agree_on_stops(module: nn.Module, mesh: ParallelMesh) -> None:
         mesh: the grid.
     """
     groups = [mesh.group(f"{axis}_parallel") for axis in ("tensor", "pipeline") if getattr(mesh.layout, axis) > 1]
-    for model in module.modules():
-        if groups and any(kind.__name__ == "GenerationMixin" for kind in type(model).__mro__):
-            model.__dict__["generate"] = _Generate(model, groups, _side_by_side(module))
+    for model in module.modules() if groups else ():
+        users = not isinstance(vars(model).get("generate"), (_Generate, NoneType))  # its own way to generate
+        if any(kind.__name__ == "GenerationMixin" for kind in type(model).__mro__) and not users:
+            Replacements().put(model, "generate", _Generate(model, groups, _side_by_side(module)))
 
 
 def _side_by_side(module: nn.Module) -> Callable[[], bool]:
