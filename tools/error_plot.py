@@ -18,8 +18,8 @@ def error_svg(scored: Sequence[Scored]) -> str:
     families = list(dict.fromkeys(item.run.family for item in points))
     drawn = figure(8.5, 5.5)
     axes = drawn.add_subplot()
-    for factor, style in ((1.0, "-"), (1.2, "--"), (1 / 1.2, "--")):
-        axes.plot(ends, [end * factor for end in ends], style, color="#888888", linewidth=0.8)
+    for factor, style, name in ((1.0, "-", "exact"), (1.2, "--", "20% off"), (1 / 1.2, "--", None)):
+        axes.plot(ends, [end * factor for end in ends], style, color="#888888", linewidth=0.8, label=name)
     colors = mpl.colormaps["turbo"].resampled(max(len(families), 2))
     for index, family in enumerate(families):
         mine = [item for item in points if item.run.family == family]
