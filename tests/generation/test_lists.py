@@ -84,6 +84,18 @@ def test_printed_tokens_are_those_of_plain_hugging_face(
     assert all(other.value == 0 and not lines_of(other.output) for other in others), "only rank 0 prints"
 
 
+def test_strings_that_end_a_text_end_it(prompts: Path, tmp_path: Path) -> None:
+    folder, greedy = make_folder(tmp_path / "model"), {"max_new_tokens": 6, "do_sample": False}
+    free = expected(folder, TEXTS, 2, **greedy)
+    file = folder / "generation_config.json"
+    ends = {"stop_strings": [make_tokenizer().decode(free[1][2])], "pad_token_id": 60}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **ends}))
+    found = lines_of(run(folder, prompts, (1, 2, 1), "--json", "--greedy")[0].output)
+    padded = expected(folder, TEXTS, 2, tokenizer=make_tokenizer(), **greedy)
+    unpadded = [row[: max(at for at, token in enumerate(row, start=1) if token != 60)] for row in padded]
+    assert [line["tokens"] for line in found] == unpadded != free
+
+
 @wide
 @pytest.mark.parametrize("more", [("--prefill-chunk", "3"), ("--groups", "1"), ("--groups", "3")], ids=str)
 @pytest.mark.parametrize("mode", FLAGS)

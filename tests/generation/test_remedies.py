@@ -25,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("prompts", "options", "words", "instead", "others"),
     [
-        (LONG, {"max_new_tokens": 8}, "cut the prompt to 120 tokens", [[1] * 120], {"max_new_tokens": 8}),
+        (LONG, {"max_new_tokens": 8}, "cut the prompt to 121 tokens", [[1] * 121], {"max_new_tokens": 8}),
+        pytest.param(LONG, {"max_new_tokens": 200}, "positions; lower", LONG, {"max_new_tokens": 4}, marks=WIDE),
         pytest.param(LONG, {"max_new_tokens": 8}, "or lower `max_new_tokens`", LONG, {"max_new_tokens": 3}, marks=WIDE),
         pytest.param(["AB"], {}, "need a `tokenizer=`", [[2, 3]], {}, marks=WIDE),
         pytest.param(

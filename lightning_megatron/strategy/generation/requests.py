@@ -64,6 +64,9 @@ class Requests:
         self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         pads = (options.get("pad_token_id"), known.pad_token_id, *self._ends, 0)
         self._options["pad_token_id"] = self._pad = next(pad for pad in pads if pad is not None)
+        self._stops = bool(options.get("stop_strings", known.stop_strings))
+        if self._stops and tokenizer is not None:
+            self._options["tokenizer"] = tokenizer
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -104,7 +107,10 @@ class Requests:
 
     def _cut(self, tokens: list[int]) -> list[int]:
         end = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens))
-        return tokens[: end + 1]
+        tokens = tokens[: end + 1]
+        while self._stops and tokens and tokens[-1] == self._pad and self._pad not in self._ends:
+            tokens.pop()  # behind a string that ends a text
+        return tokens
 
 
 def _check_options(options: Mapping[str, Any], size: int) -> None:
@@ -165,8 +171,9 @@ def _check_prompts(prompts: Sequence[Sequence[int]], config: Any, new: int, toke
                 f"prompt {number} has token {wrong[0]}, and the model's vocabulary ends at {vocabulary - 1}; give the "
                 "tokenizer that the model was trained with."
             )
-        if positions is not None and len(prompt) + new > positions:
+        if positions is not None and len(prompt) + new - 1 > positions:  # the last token is not given to the model
+            room = positions + 1 - new
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens and {new} are to follow, but the model has {positions} "
-                f"positions; cut the prompt to {max(positions - new, 0)} tokens, or lower `max_new_tokens`."
+                f"positions; {f'cut the prompt to {room} tokens, or ' if room > 0 else ''}lower `max_new_tokens`."
             )
