@@ -54,6 +54,9 @@ def config_of(kind: str) -> peft.PeftConfig:
         return peft.LoraConfig(target_modules=["q_proj", "lm_head"], **LOW_RANK)
     if kind == "tied head saved":
         return peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], **LOW_RANK)
+    if kind == "layers saved":
+        saved = ["embed_tokens", "input_layernorm", "lm_head"]
+        return peft.LoraConfig(target_modules=["q_proj"], modules_to_save=saved, **LOW_RANK)
     if kind in ("tied embedding", "two"):
         return peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **LOW_RANK)
     if kind == "embedding dora":

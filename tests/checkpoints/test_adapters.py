@@ -48,6 +48,7 @@ def _alone(kind: str, folder: Path) -> Tensor:
     "kind",
     [
         "llama",
+        "layers saved",
         "prompt",
         *(
             pytest.param(k, marks=pytest.mark.wide)
@@ -63,6 +64,9 @@ def test_plain_peft_loads_an_exported_adapter(kind: str, folder: Path, tmp_path:
         model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
     torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-6)  # Hugging Face's norms are in float32
     assert set(json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())) >= {"peft_type", "task_type"}
+    Adapted(kind).model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors").keys() for name in ("adapter", "peft"))
+    assert ours == theirs
     message = command("export", path, tmp_path / "plain", "--prefix", "model.base_model.", fails=True)
     assert "--merge-adapters" in message
 

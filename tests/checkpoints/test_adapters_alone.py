@@ -29,6 +29,7 @@ SHARDED = {"data_parallel_size": 2, "weight_sharding": True}
     ("kind", "adapter", "sizes"),
     [
         ("llama", None, {"tensor_parallel_size": 2}),
+        ("layers saved", None, {"pipeline_parallel_size": 2}),
         *(
             pytest.param(kind, adapter, sizes, marks=pytest.mark.wide)
             for kind, adapter in (

@@ -73,7 +73,9 @@ def _tensors(model: Any, start: str, adapter: str, names: Sequence[str]) -> dict
     with warnings.catch_warnings(), _all_ranks(config):
         warnings.simplefilter("ignore")
         chosen = get_peft_model_state_dict(model, marks, adapter, save_embedding_layers=False)
-    return {key: start + marked[id(mark)] for key, mark in chosen.items() if id(mark) in marked}
+    found = {key: start + marked[id(mark)] for key, mark in chosen.items() if id(mark) in marked}
+    inside = f".modules_to_save.{adapter}."  # peft asks each module what it holds, and those of other stages are hollow
+    return {name.replace(inside, ".", 1): start + name for name in names if inside in name} | found
 
 
 @contextmanager
