@@ -166,9 +166,9 @@ def test_without_a_pipeline_nothing_of_this_is_refused(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "stages"),
-    [("mask", 2), pytest.param("gradient", 2, marks=WIDE), pytest.param("gradient", 3, marks=WIDE)],
+    [("mask", 2), ("twice", 2), pytest.param("gradient", 2, marks=WIDE), pytest.param("gradient", 3, marks=WIDE)],
 )
-def test_what_a_second_step_does_first_is_that_of_one_process(module: str, stages: int) -> None:
+def test_what_a_later_step_does_first_is_that_of_one_process(module: str, stages: int) -> None:
     expected = run_trainers(refusals.late, None, module, devices=1)[0].value
     for outcome in run_trainers(refusals.late, (stages, 1), module, devices=stages):
         for name, weight in outcome.value.items():

@@ -20,14 +20,28 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "tensor": ((1, 1), {"tensor_parallel_size": 2}),
     "grid": ((2, 2), {}),
 }
-KINDS = ("weights", "target", "data", "set", "blend", "init", "layer", "memory", "mean", "max_norm", "late")
+KINDS = (
+    "weights",
+    "target",
+    "data",
+    "set",
+    "blend",
+    "init",
+    "layer",
+    "memory",
+    "mean",
+    "max_norm",
+    "late",
+    "late_data",
+)
+KINDS += ("late_set", "carried")
 QUICK = {
     *(("stages", "weights"), ("stages", "target"), ("stages", "memory"), ("stages", "layer"), ("whole", "target")),
     *(("tensor", "blend"), ("tensor", "init"), ("stages", "blend")),
-    *(("alone", "data"), ("stages", "set"), ("replicas", "max_norm")),
+    *(("stages", "late"), ("stages", "carried"), ("alone", "data"), ("stages", "set"), ("replicas", "max_norm")),
 }
 REFUSED = {(layout, "mean") for layout in ("replicas", "grid")}  # a mean over a replica's samples, as in DDP
-REFUSED |= {(layout, "late") for layout in LAYOUTS}
+REFUSED |= {(layout, "carried") for layout in ("replicas", "grid", "tensor")}  # warned; and a whole layer on each rank
 ROWS = [
     pytest.param(*row, marks=[] if row in QUICK else [WIDE])
     for row in itertools.product(LAYOUTS, KINDS)
@@ -53,10 +67,23 @@ def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout
             "into the weight `net.target.weight` depends on `net.layers.0`",
         ),
         ("whole", "tied_data", {}, "`net.embed.weight` is a weight that several pipeline stages have"),
-        ("stages", "tied_late", {}, "the step writes the weight `net.embed.weight`, and would again in each of the 2"),
-        ("stages", "late_data", {}, "the step writes the weight `net.layers.1.up.weight`, and would again in each"),
-        ("stages", "late_set", {}, "the step writes the weight `net.head.weight`, and would again in each"),
-        ("stages", "late", {}, "would again in each of the 2 micro-batches"),
+        (
+            "stages",
+            "unread_tied_late",
+            {},
+            "the step writes the weight `net.embed.weight`, and would again in each of the 2",
+        ),
+        (
+            "stages",
+            "unread_late_data",
+            {},
+            "the step writes the weight `net.layers.1.up.weight`, and would again in each",
+        ),
+        ("stages", "unread_late_set", {}, "the step writes the weight `net.head.weight`, and would again in each"),
+        ("stages", "unread_late", {}, "would again in each of the 2 micro-batches"),
+        ("whole", "unread_late", {}, "would again in each of the 4 micro-batches"),
+        pytest.param("whole", "unread_late_set", {}, "would again in each of the 8 micro-batches", marks=WIDE),
+        pytest.param("whole", "unread_late_data", {}, "would again in each of the 8 micro-batches", marks=WIDE),
         ("stages", "weights", {"pipeline_schedule": "zb-v"}, "its code runs once for each virtual stage"),
         ("replicas", "tied", {}, "`net.head.weight` is the same weight"),
         ("replicas", "functional", {}, "`net.embed.weight` differs between the replicas"),

@@ -193,7 +193,7 @@ class Stage:
     @property
     def is_behind_layers(self) -> bool:
         """Whether the user's step is running, and in or past the last layer."""
-        return self.cursor.is_inside(len(self.partition.trunk.layer_names) - 1)
+        return not self.cursor.sends and self.cursor.is_inside(len(self.partition.trunk.layer_names) - 1)
 
     def leaves_behind(self, where: str) -> bool:
         """Whether layers of this stage were seen to have side effects in the step of this name."""

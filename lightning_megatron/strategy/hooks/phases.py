@@ -115,9 +115,10 @@ class _Reader:
         function = inspect.unwrap(function)
         function = getattr(function, "__func__", function)
         definition = definition_of(function)
-        if function in self._read or definition is None or len(self._read) >= _MOST:
+        told = function, *((name, ast.dump(value)) for name, value in given.items())
+        if told in self._read or definition is None or len(self._read) >= _MOST:
             return
-        self._read.add(function)
+        self._read.add(told)
         known = dict(given)
         if owner is not None and definition.args.args:
             known[definition.args.args[0].arg] = owner

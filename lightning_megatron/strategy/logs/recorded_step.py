@@ -79,8 +79,10 @@ class RecordedAround:
         *,
         reaches_end: bool,
         batches: BatchWrites,
+        weights: WrittenInRuns,
     ) -> None:
-        self._batches = batches
+        self._batches, self._weights_written = batches, weights
+        weights.begin(len(cut.layers), 1)
         self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
         self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
         self._turns = [0] * len(cut.layers)
@@ -97,14 +99,18 @@ class RecordedAround:
                 return self._on_copy(part, last=False)
         finally:
             self._once.set_again(alike)
+            self._weights_written.check()
 
     def before(self, batch: Any, _: int) -> Any:
         """On the whole batch, up to the layers."""
         self._once.put_back(0)
-        if not self._reaches_end:
-            return self._whole(batch, last=True)
-        with self._writes[1].undone(), self._recording.aside():
-            return self._whole(batch, last=False)
+        try:
+            if not self._reaches_end:
+                return self._whole(batch, last=True)
+            with self._writes[1].undone(), self._recording.aside():
+                return self._whole(batch, last=False)
+        finally:  # a stage ends its run by raising
+            self._weights_written.check()  # the runs on micro-batches would write again
 
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""

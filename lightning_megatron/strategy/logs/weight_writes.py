@@ -237,8 +237,8 @@ class WrittenInRuns:
             raise RuntimeError(
                 f"the step writes the weight `{name}`, and would again in each of the {self._parts} micro-batches of "
                 "the batch: nothing had shown it before this step. Write it from the first step on (whole batches then "
-                "run), in a hook (`on_train_batch_start`, `on_train_batch_end`), or pass "
-                "`MegatronStrategy(whole_batch_loss=True)`."
+                "run), in a hook (`on_train_batch_start`, `on_train_batch_end`), or set `micro_batch_size` to the size "
+                "of a batch."
             )
         raise RuntimeError(
             f"the step writes the weight `{name}`, and its code runs once for each virtual stage of a rank. Write it "

@@ -77,7 +77,7 @@ class AroundTrial:
         self._given: list[Sequence[Tensor]] = []
         self._found: list[tuple[Any, LogRecorder]] = []
         self._writes: dict[bool, set[Name]] = {False: set(), True: set()}
-        self.failed = ""
+        self.failed, self.before = "", set[Name]()
 
     def run(self, executor: PipelineExecutor) -> None:
         """Run all four, as far as this rank's stages go."""
@@ -97,7 +97,7 @@ class AroundTrial:
 
         def before(batch: Any, _: int) -> Any:
             with self._recording.aside():
-                return self._alone(batch, self._writes[True])
+                return self._alone(batch, self._writes[True], self.before)
 
         whole = WholeBatch(self._both, before, self._recorded)
         self._use_rows(parts)
@@ -117,15 +117,16 @@ class AroundTrial:
         self._found.append((output, recorder))
         return output
 
-    def _alone(self, batch: Any, writes: set[Name] | None = None) -> Any:
+    def _alone(self, batch: Any, *writes: set[Name]) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             with self._traces.weights.noted(), eager:
                 return map_tensors(self._call(whole_copy(batch)), torch.detach)
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
-                if writes is not None:
-                    writes.update(self._traces.changes())
+                changes = self._traces.changes() if writes else {}
+                for names in writes:
+                    names.update(changes)
                 self._traces.put_back()
 
     def written(self) -> tuple[set[Name], set[Name]]:

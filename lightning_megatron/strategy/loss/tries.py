@@ -50,7 +50,7 @@ from lightning_megatron.strategy.loss.said import (
     warn_of_earlier_steps,
     warn_of_logged,
 )
-from lightning_megatron.strategy.loss.tables import Name, Table, sendable
+from lightning_megatron.strategy.loss.tables import Name, Table, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding, Reading, TrialRun, candidates, find
 from lightning_megatron.strategy.step.step import Outcome
@@ -285,6 +285,11 @@ class LossTrials:
 
         why = self._stages.outcome(judged, TRIAL).output[0]
         self._stages.settle()
+        kept = traces.lasting(tried.before).difference(
+            traces.buffers, self._slots
+        )  # of the whole batch, such as its size
+        if state := min(map(spelled, kept), default=""):
+            tried.failed = tried.failed or f"the code before them writes `{state}`, and goes on from it"
         whole, around = tried.written()
         around.update(name for name, slot in self._slots.items() if slot[2] == "same")  # which is set again
         sent = [{sendable(name, self._module) for name in names} for names in (whole, around)]

@@ -203,7 +203,10 @@ class ScheduledStep:
             self._outside = LastStageWrites(self._module, layers, self._hooks, lambda _: True), bare
         schedule, last = self.around[count], self._mesh.rank == self._mesh.loss_rank
         calls = RecordedAround(
-            call, self._context.recording, recorder, cut, self._outside, reaches_end=last, batches=self._batches
+            *(call, self._context.recording, recorder, cut, self._outside),
+            reaches_end=last,
+            batches=self._batches,
+            weights=self._weights,
         )
         whole = WholeBatch(batch, calls.before, calls.behind)
         return PipelineStep(schedule, calls.layers, cut.layers, name, scales, self._gradients.sink, whole=whole)
