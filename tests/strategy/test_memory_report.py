@@ -15,6 +15,7 @@ from lightning_megatron.callbacks import MemoryTimeline
 from lightning_megatron.models import CausalLanguageModel
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import peak_memory
+from lightning_megatron.strategy.callbacks.memory_timeline import draw
 from lightning_megatron.strategy.memory.expected import ExpectedRun, held_savings, savings
 from lightning_megatron.strategy.memory.ledger import Bytes
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
@@ -63,6 +64,11 @@ def test_bytes_of_a_step_are_counted_by_kind_and_near_the_planners(sizes: dict[s
             assert getattr(peak, kind) == pytest.approx(wanted, rel=0.3), (kind, peak, one.predicted)
     assert "rank" in values[0]["text"] and "in brackets what the planner expects" in values[0]["text"]
     assert values[0]["files"] == ["memory-step5.json", "memory-step5.svg"]
+    report = values[0]["report"]
+    shown = draw(report).axes[1]
+    assert shown.get_visible() and shown.get_xlabel() == "planner"
+    unpredicted = replace(report, ranks=[replace(one, predicted=None) for one in report.ranks])
+    assert not any(axes.get_visible() for axes in draw(unpredicted).axes[1::2]), "no frame without a bar"
 
 
 def test_a_memory_counts_once_from_the_operation_that_makes_it_to_its_last_tensor() -> None:

@@ -102,7 +102,7 @@ class MemoryTimeline(Callback):
 
 
 def draw(report: MemoryReport) -> Any:
-    """A matplotlib figure: a row per rank, its step on the left, the planner's bar on the right.
+    """A matplotlib figure: a row per rank, its step on the left, the planner's bar on the right where it has one.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -125,7 +125,8 @@ def draw(report: MemoryReport) -> Any:
             right.bar(0, height, bottom=bottom, color=colour)
             bottom += height
         right.set_xticks([])
-        right.set_xlabel("planner" if one.predicted is not None else "")
+        right.set_xlabel("planner")
+        right.set_visible(one.predicted is not None)
         for each in (left, right):
             each.spines[["top", "right"]].set_visible(False)
     if ranks:
