@@ -77,8 +77,12 @@ def test_a_balancing_loss_that_is_no_summand_keeps_batches_whole():
     _compare(outcomes[0].value, expected, 1e-9)
 
 
-def test_a_balancing_loss_that_begins_later_is_refused():
-    outcomes = run_trainers(fit, "late", STAGES, {}, devices=2, check=False, grace=20.0)
+def test_a_balancing_loss_that_begins_in_a_later_step_is_that_of_one_process():
+    _compare(run_trainers(fit, "late", STAGES, {}, devices=2)[0].value, one_process(fit, "late", None, {}), 1e-9)
+
+
+def test_a_balancing_loss_that_begins_unforeseen_is_refused():
+    outcomes = run_trainers(fit, "late_unread", STAGES, {}, devices=2, check=False, grace=20.0)
     assert any("no trial had seen it before" in str(outcome.error) for outcome in outcomes)
     assert all(outcome.error for outcome in outcomes)
 

@@ -28,7 +28,7 @@ class Told(Tied):
         self.number, self.here = number, here
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.here and self.trainer.global_step == 3:
+        if self.here and self.trainer.global_step in {3}:  # in no trial
             self.here = False
             os.kill(os.getpid(), self.number)
         return super().training_step(batch, batch_idx)

@@ -136,6 +136,48 @@ class SwitchedThere(Switched):
     everywhere = False
 
 
+class Inherits(ByStep):
+    """Leaves the step to its base class, and asks by a property."""
+
+    @property
+    def warm(self) -> bool:
+        return self.trainer.global_step > 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.contrast(self.embed(batch[0])) if self.warm else loss
+
+
+class ByRank(Net):
+    """Asks for a step that is another one on each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2 == self.global_rank % 2 or not (batch_idx > 0 and self.global_rank == 0):
+            self.trainer.logger  # noqa: B018
+        return self.tokens(self.hidden(batch[0]), batch[1])
+
+
+class Cuts(Net):
+    """Sets learning rates: each step, once from a step on, and by a scheduler of its own."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW([{"params": self.parameters(), "lr": 1e-2}])
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["weight_decay"] += 0.1
+        x = self.hidden(batch[0])
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.9
+            if self.global_step == START:
+                group["betas"] = (0.8, 0.9)
+        if batch_idx == 1:
+            self.schedule.step()
+        return self.tokens(x, batch[1])
+
+
 class Once(Net):
     """Asks for steps where only the first rank does something."""
 
@@ -145,7 +187,8 @@ class Once(Net):
         return self.tokens(self.hidden(batch[0]), batch[1])
 
 
-KINDS = {kind.__name__: kind for kind in (ByStep, ByEpoch, ByBatch, Writes, Switched, SwitchedThere, Once)}
+_ALL = ByStep, ByEpoch, ByBatch, Writes, Switched, SwitchedThere, Inherits, ByRank, Cuts, Once
+KINDS = {kind.__name__: kind for kind in _ALL}
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> Found:
@@ -185,8 +228,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("name", "devices", "options"),
     [
-        pytest.param(name, *layout, marks=[WIDE] if place and name != "ByStep" else [], id=f"{name}-{place}")
-        for name in ("ByStep", "ByEpoch", "ByBatch", "Writes", "SwitchedThere", "Once")
+        pytest.param(
+            name, *layout, marks=[WIDE] if place and name not in ("ByStep", "Cuts") else [], id=f"{name}-{place}"
+        )
+        for name in ("ByStep", "ByEpoch", "ByBatch", "Writes", "Inherits", "SwitchedThere", "ByRank", "Cuts", "Once")
         for place, layout in enumerate(LAYOUTS)
     ],
 )
@@ -209,8 +254,8 @@ def test_replicas_say_what_begins_to_be_their_own(name: str) -> None:
     assert any(wanted in each for each in said), said
 
 
-@pytest.mark.parametrize("name", ["SwitchedThere", "Once"])
-def test_a_switch_of_one_replica_ends_in_no_hang(name: str) -> None:
+@pytest.mark.parametrize("name", ["SwitchedThere", "ByRank", "Cuts", "Once"])
+def test_replicas_go_on_where_one_of_them_asks_something_else_and_set_options_once(name: str) -> None:
     outcomes, wanted = run_trainers(fit, name, {}, devices=2), one_process(fit, name, None)
     for key, value in outcomes[0].value[1].items():
         torch.testing.assert_close(value, wanted[1][key], rtol=1e-9, atol=1e-9, msg=key)

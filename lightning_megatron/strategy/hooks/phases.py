@@ -106,7 +106,8 @@ class _Reader:
         self.times: list[ast.expr] = []
         self.switches: list[ast.expr] = []
         self._read: set[Any] = set()
-        parameters = list(inspect.signature(module.training_step).parameters)
+        definition = definition_of(module.training_step)
+        parameters = [each.arg for each in definition.args.args[1:]] if definition is not None else []
         known: dict[str, ast.expr] = {name: ast.Name(_BATCH, ast.Load()) for name in parameters[1:2]}
         self._function(module.training_step, ast.Name(_SELF, ast.Load()), known)
         self.times, self.switches = _once(self.times), _once(self.switches)
@@ -122,7 +123,7 @@ class _Reader:
         known = dict(given)
         if owner is not None and definition.args.args:
             known[definition.args.args[0].arg] = owner
-        scope = _Scope(known, getattr(function, "__globals__", {}))
+        scope = _Scope(known, function, owner)
         scope.learn(definition)
         for statement in definition.body:
             self._visit(statement, scope)
@@ -131,7 +132,7 @@ class _Reader:
         pure = scope.pure(node) if isinstance(node, ast.expr) and not isinstance(node, ast.BoolOp) else None
         if pure is not None:
             bare = isinstance(pure, (ast.Name, ast.Attribute, ast.Constant))  # handed on, if it is not asked
-            if (asked or not bare) and not self._computes(pure):
+            if not self._computes(pure) and (asked or not bare):
                 if _is_of_time(pure) and self._is_everywhere(pure):
                     self.times.append(pure)
                 elif asked or _is_of_time(pure):
@@ -154,6 +155,10 @@ class _Reader:
             if inspect.isfunction(function) and _is_users(function):
                 self._function(function, None, _given(function, call, scope, bound=False))
             return
+        if (above := scope.above(call.func)) is not None:
+            if _is_users(above):
+                self._function(above, scope.owner, _given(above, call, scope, bound=True))
+            return
         chain = scope.pure(call.func)
         if not isinstance(chain, ast.Attribute):
             return
@@ -170,20 +175,21 @@ class _Reader:
     def _is_everywhere(self, expression: ast.expr) -> bool:
         """Whether all ranks have the same: attributes of the trainer, hyperparameters, and what a constructor sets."""
         for chain in _chains(expression):
-            own = len(chain) == 1 and chain[0] not in self._set_later
+            own = len(chain) == 1 and chain[0] not in self._set_later and not hasattr(pl.LightningModule, chain[0])
             if not (own or chain[0] == "hparams" or set(chain) <= _TRAINERS):
                 return False
         return True
 
     def _computes(self, expression: ast.expr) -> bool:
-        """Whether to read an attribute runs code of the user's."""
+        """Whether to read an attribute runs code of the user's, which is then read itself."""
+        computes = False
         for part in ast.walk(expression):
             if isinstance(part, ast.Attribute) and part.attr not in _TRAINERS:
-                kind = type(self._value(part.value))
-                found = inspect.getattr_static(kind, part.attr, None)
-                if isinstance(found, property) and _is_users(found.fget):
-                    return True
-        return False
+                found = inspect.getattr_static(type(self._value(part.value)), part.attr, None)
+                if isinstance(found, property) and found.fget is not None and _is_users(found.fget):
+                    self._function(found.fget, part.value, {})
+                    computes = True
+        return computes
 
     def _value(self, expression: ast.expr) -> Any:
         try:
@@ -197,11 +203,29 @@ class _Scope:
 
     Args:
         known: name -> expression of the module and the number of the batch.
+        function: the function.
+        owner: what its first argument stands for, if it is a method.
+
+    Attributes:
         names: globals of the function.
+        owner: as given.
     """
 
-    def __init__(self, known: dict[str, ast.expr], names: dict[str, Any]) -> None:
-        self.names, self._known, self._local = names, known, set[str]()
+    def __init__(self, known: dict[str, ast.expr], function: Any, owner: ast.expr | None) -> None:
+        self.names: dict[str, Any] = getattr(function, "__globals__", {})
+        self.owner, self._function, self._known, self._local = owner, function, known, set[str]()
+
+    def above(self, function: ast.expr) -> Any:
+        """The method of a base class in ``super().method``; ``None`` for anything else."""
+        if not isinstance(function, ast.Attribute):
+            return None
+        whose = function.value
+        if not (isinstance(whose, ast.Call) and isinstance(whose.func, ast.Name) and whose.func.id == "super"):
+            return None
+        free = dict(zip(self._function.__code__.co_freevars, self._function.__closure__ or (), strict=True))
+        kind = free["__class__"].cell_contents if "__class__" in free else object
+        found = (vars(base).get(function.attr) for base in kind.__mro__[1:])
+        return next((method for method in found if inspect.isfunction(method)), None)
 
     def learn(self, definition: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Take names that are set once, to an expression of what is known, for that expression."""

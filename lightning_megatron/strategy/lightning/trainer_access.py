@@ -265,6 +265,14 @@ def training_data(module: pl.LightningModule) -> Any:
     return getattr(source, "instance", None)
 
 
+def optimizers_and_schedulers(module: pl.LightningModule) -> tuple[list[Optimizer], list[Any]]:
+    """Those of a run; none without a trainer."""
+    trainer = getattr(module, "_trainer", None)
+    return (
+        ([], []) if trainer is None else (trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
+    )
+
+
 def batch_number(module: pl.LightningModule) -> int | None:
     """``batch_idx`` of the batch that is trained; ``None`` without a trainer."""
     return None if module._trainer is None else int(module._trainer.fit_loop.epoch_loop.batch_idx)

@@ -12,6 +12,7 @@ things have to be put right:
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.undo import is_equal
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
 from lightning_megatron.strategy.logs.written_beside import WrittenBeside
-from lightning_megatron.strategy.loss.tables import appended_names
+from lightning_megatron.strategy.loss.tables import appended_names, tables_of_optimizers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
@@ -69,6 +71,7 @@ class Leftovers:
         self._buffers = SharedBuffers(module, presence, mesh, device)
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
         self._before: dict[str, Any] = {}
+        self._options: dict[tuple[str, str], Any] = {}
         self._beside = WrittenBeside(module, presence.layer_names(), partial(_followed, depth=_DEPTH))
         self._is_last = mesh.rank == mesh.loss_rank
 
@@ -82,11 +85,19 @@ class Leftovers:
         self._buffers.snapshot()
         if self._is_last:
             self._beside.snapshot()
+            self._options = self._of_optimizers()
+
+    def _of_optimizers(self) -> dict[tuple[str, str], Any]:
+        """Plain options of optimizers and schedulers, by table and key."""
+        tables = tables_of_optimizers(self._module)
+        found = ((table.name, key, table.values.get(key)) for table in tables for key in table.keys if key != "params")
+        return {(name, key): _copied(value) for name, key, value in found if _followed(value, 2)}
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
         """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or
-        ``buffer`` for a buffer, ``layers`` for what layers have left behind, as bytes, or ``beside`` for an entry of a
-        table that is none of the module's own attributes, by its address.
+        ``buffer`` for a buffer, ``layers`` for what layers have left behind, as bytes, ``option`` for one of an
+        optimizer or scheduler, by its key, or ``beside`` for an entry of a table that is none of the module's own
+        attributes, by its address.
         """
         found: list[tuple[str, str, Any, Any]] = []
         left_behind = self._side_effects.take_step()
@@ -102,6 +113,9 @@ class Leftovers:
                 found.append(("extend", name, len(before[2]), value[len(before[2]) :]))
             else:
                 found.append(("set", name, None, self._by_name(value)))
+        for (name, key), value in self._of_optimizers().items():
+            if (name, key) not in self._options or not is_equal(self._options[name, key], value):
+                found.append(("option", name, key, value))
         return found + [("beside", "", place, value) for place, value in self._beside.changes()]
 
     def _by_name(self, value: Any) -> Any:
@@ -121,6 +135,11 @@ class Leftovers:
         for kind, name, length, value in changes:
             if kind == "buffer":
                 self._buffers.set(name, value)
+                continue
+            if kind == "option":
+                for table in tables_of_optimizers(self._module):
+                    if table.name == name:
+                        table.values[length] = value
                 continue
             if kind == "beside":
                 self._beside.set(length, value)
@@ -162,6 +181,10 @@ def _followed(value: Any, depth: int) -> bool:
     if isinstance(value, (list, tuple, set, deque)):
         return all(_followed(item, depth - 1) for item in value)
     return False
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _fingerprint(value: Any) -> Any:

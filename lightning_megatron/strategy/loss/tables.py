@@ -18,12 +18,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.draws.given_again import replayed
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, MODULE, Address, Container, resolve
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
+from lightning_megatron.strategy.lightning.trainer_access import optimizers_and_schedulers
 
 Name = tuple[str, Any]
 """Of a table, dots between its parts, and a key in it; ``None`` for what a list holds."""
@@ -154,6 +156,23 @@ def tables_beside(root: nn.Module) -> Iterator[Table]:
             items = _Entries(container)
             if items:
                 yield Table(name, items, tuple(items), (*container.address, ("entries",)))
+
+
+def tables_of_optimizers(module: nn.Module) -> Iterator[Table]:
+    """Options of the optimizers, such as learning rates, and what their schedulers count; code of a step may set both.
+
+    Args:
+        module: the user's, of a run or by itself.
+    """
+    if not isinstance(module, pl.LightningModule):
+        return
+    optimizers, schedulers = optimizers_and_schedulers(module)
+    for at, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            yield Table(f"optimizers.{at}.param_groups.{place}", group, tuple(group), ())
+    own = [value for value in vars(module).values() if isinstance(value, LRScheduler)]
+    for at, scheduler in enumerate({id(each): each for each in (*schedulers, *own)}.values()):
+        yield Table(f"lr_schedulers.{at}", vars(scheduler), tuple(vars(scheduler)), ())
 
 
 def _values(container: Container) -> MutableMapping[Any, Any]:

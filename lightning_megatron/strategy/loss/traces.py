@@ -30,6 +30,7 @@ from lightning_megatron.strategy.loss.tables import (
     Table,
     appended_names,
     tables_beside,
+    tables_of_optimizers,
     tables_on,
     wrap_iterators,
 )
@@ -66,7 +67,7 @@ class Traces:
         metrics = Parts([name for name, child in modules if isinstance(child, Metric)])
         tables = list(tables_on(modules, inner=not beside))
         if beside:
-            tables += tables_beside(module)
+            tables += [*tables_beside(module), *tables_of_optimizers(module)]
             for table in tables:
                 wrap_iterators(table)
         self.weights, self._module = WeightWrites(module), module

@@ -258,7 +258,7 @@ class LossTrials:
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [own for own, *_ in told], cut=cut)
             other = not self.reading.fits or (before.fits and self.reading.way != before.way)
-            if not cut and why in _LATE and before.fits and other:
+            if not cut and why == "other" and before.fits and other:
                 warn_of_earlier_steps(self._steps - 1, "replicas'")
         if cut and self.reading.whole and all(alone for _, _, alone, *_ in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
