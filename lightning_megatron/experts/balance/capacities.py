@@ -9,14 +9,14 @@ the module says shows nothing, and another is made in which the experts are full
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from lightning_megatron.experts.routers import mixtures_of
+from lightning_megatron.experts.routers import Mixture
 from lightning_megatron.layers import MoE
 
 _FACTOR = 0.5  # half of the tokens find no place
@@ -41,13 +41,13 @@ class Capacities:
     """What modules with a router say about the tokens that an expert takes.
 
     Args:
-        module: the user's.
+        mixtures: those that are looked at.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, mixtures: Iterable[Mixture]) -> None:
         self._known: list[_Capacity] = []
         seen = set[nn.Module]()
-        for mixture in mixtures_of(module):
+        for mixture in mixtures:
             inside = set(mixture.experts.modules())
             for child in mixture.block.modules():
                 if child not in inside and child not in seen and not isinstance(child, MoE):

@@ -12,7 +12,6 @@ things have to be put right:
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.pipeline.elsewhere.undo import is_equal
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
 from lightning_megatron.strategy.logs.written_beside import WrittenBeside
@@ -85,13 +83,13 @@ class Leftovers:
         self._buffers.snapshot()
         if self._is_last:
             self._beside.snapshot()
-            self._options = self._of_optimizers()
+            self._options = {name: _fingerprint(value) for name, value in self._of_optimizers().items()}
 
     def _of_optimizers(self) -> dict[tuple[str, str], Any]:
         """Plain options of optimizers and schedulers, by table and key."""
         tables = tables_of_optimizers(self._module)
         found = ((table.name, key, table.values.get(key)) for table in tables for key in table.keys if key != "params")
-        return {(name, key): _copied(value) for name, key, value in found if _followed(value, 2)}
+        return {(name, key): value for name, key, value in found if _followed(value, 2)}
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
         """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or
@@ -114,7 +112,7 @@ class Leftovers:
             else:
                 found.append(("set", name, None, self._by_name(value)))
         for (name, key), value in self._of_optimizers().items():
-            if (name, key) not in self._options or not is_equal(self._options[name, key], value):
+            if self._options.get((name, key)) != _fingerprint(value):
                 found.append(("option", name, key, value))
         return found + [("beside", "", place, value) for place, value in self._beside.changes()]
 
@@ -181,10 +179,6 @@ def _followed(value: Any, depth: int) -> bool:
     if isinstance(value, (list, tuple, set, deque)):
         return all(_followed(item, depth - 1) for item in value)
     return False
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _fingerprint(value: Any) -> Any:

@@ -30,7 +30,7 @@ from lightning_megatron.experts.balance.balancing import BalancingLosses, KeptLo
 from lightning_megatron.experts.balance.bias import OwnBiases
 from lightning_megatron.experts.balance.capacities import Capacities
 from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, drops_tokens
-from lightning_megatron.experts.routers import routers_of
+from lightning_megatron.experts.routers import mixtures_of, routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.recheck import is_due
@@ -108,7 +108,8 @@ class MixingTrials:
                 "micro-batches: leave `whole_batch_loss` at 'auto' and `micro_batch_loss_weight` out, or use "
                 "`capacity_factor=None`."
             )
-        self._biases, self._keep_counts, self._capacities = OwnBiases(module), False, Capacities(module)
+        self._biases, self._keep_counts = OwnBiases(module), False
+        self._capacities = Capacities(mixtures_of(module) if self._has_routers else ())
         self._checks = self._replicas > 1 and self._balance is None
         if self._checks:
             self._checks = any(objects.gather(self._biases.some, mesh.group("world")))

@@ -285,9 +285,8 @@ class LossTrials:
 
         why = self._stages.outcome(judged, TRIAL).output[0]
         self._stages.settle()
-        kept = traces.lasting(tried.before).difference(
-            traces.buffers, self._slots
-        )  # of the whole batch, such as its size
+        # What is of the whole batch, such as its size, does not fit the runs on micro-batches.
+        kept = traces.lasting(tried.before).difference(traces.buffers, self._slots)
         if state := min(map(spelled, kept), default=""):
             tried.failed = tried.failed or f"the code before them writes `{state}`, and goes on from it"
         whole, around = tried.written()
@@ -295,11 +294,7 @@ class LossTrials:
         sent = [{sendable(name, self._module) for name in names} for names in (whole, around)]
         told = objects.gather((tried.failed or why, *sent), self._mesh.group("world"))
         lost = set().union(*(whole for _, whole, _ in told)).difference(*(around for *_, around in told))
-        between = [
-            ".".join(str(part) for part in name if part not in ("", None))
-            for name in lost
-            if name[0] not in Parts(self._layers)
-        ]
+        between = [spelled(name) for name in lost if name[0] not in Parts(self._layers)]
         if between:
             return f"the code between them writes `{min(between)}`"
         return next((why for why, *_ in told if why), "")
