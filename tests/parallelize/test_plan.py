@@ -280,6 +280,16 @@ def test_auxiliary_losses_over_tokens_are_refused_under_sequence_shards(kept, na
         explain(RoutedStack(kept), 2, sequence_parallel=True)
 
 
+@pytest.mark.parametrize(("kept", "named"), [(True, "its `balance`"), (False, "output 1")])
+def test_auxiliary_losses_that_agree_by_chance_are_refused_as_well(kept, named):
+    model = RoutedStack(kept)
+    for layer in model.layers:
+        nn.init.zeros_(layer.gate.weight)  # a balance at its minimum, for any tokens
+        nn.init.zeros_(layer.gate.bias)
+    with pytest.raises(ValueError, match=f"'layers.0' mixes tokens.*{named}.*computed over all tokens"):
+        explain(model, 2, sequence_parallel=True)
+
+
 def test_models_that_collect_router_outputs_are_refused_under_sequence_shards():
     model = hugging_face("mixtral", output_router_logits=True)
     explain(model, 2)

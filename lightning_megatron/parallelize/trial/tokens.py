@@ -12,6 +12,7 @@ refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,8 +25,9 @@ from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Regio
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.inputs import BATCH
-from lightning_megatron.parallelize.reading.replay import Replay, fresh
+from lightning_megatron.parallelize.reading.replay import fresh
 from lightning_megatron.parallelize.reading.trace import Call, Trace, is_tagged, relative
+from lightning_megatron.parallelize.trial.auxiliary import AuxiliaryValues, deviation
 from lightning_megatron.parallelize.trial.readers import used_directly
 from lightning_megatron.parallelize.trial.training import TOLERANCE
 
@@ -120,8 +122,8 @@ def _noting_deviation(found: list[str], call: Call, want: Tensor) -> Callable[..
         pairs = zip(tree_leaves((args, kwargs)), tree_leaves((call.args, call.kwargs)), strict=False)
         others = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
         others = [(a, b) for a, b in others if a is not got and b.is_floating_point()]
-        beside = any(_deviation(a, b) > TOLERANCE.get(b.dtype, 1e-4) for a, b in others)
-        if got.shape != want.shape or beside or _deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
+        beside = any(deviation(a, b) > TOLERANCE.get(b.dtype, 1e-4) for a, b in others)
+        if got.shape != want.shape or beside or deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4):
             found.append(call.name)
 
     return hook
@@ -200,64 +202,24 @@ class _Check:
         return self._seen[kind]
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
+        beside = AuxiliaryValues(self._trace.replay(call.name), self.part)
         try:
-            replay = self._trace.replay(call.name)
-            kept = _kept_by(replay)
+            beside.note()
             with torch.no_grad():
-                copied, output = replay.run(lambda x: answer(x, call.name, answers), args=args, kwargs=kwargs)
-            now, got = _attributes(copied), first_tensor(output)
+                copied, output = beside.replay.run(lambda x: answer(x, call.name, answers), args=args, kwargs=kwargs)
+            got = first_tensor(output)
         except Exception as error:  # the module's code may fail in any way on a shorter sequence
             return f"{type(error).__name__}: {error}".splitlines()[0] + "; it may read the length outside its attention"
         want = first_tensor(self.part(call.output))
         if got.shape != want.shape:
             return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        difference = _deviation(got, want)
+        difference = deviation(got, want)
         if difference > TOLERANCE.get(want.dtype, 1e-4):
             return f"its output deviates by {difference:.1e}"
-        both = enumerate(zip(tree_leaves(output), tree_leaves(call.output), strict=False))
-        sides = {f"output {index}": pair for index, pair in both}
-        sides |= {f"its `{name}`": (now[name], value) for name, value in kept.items() if name in now}
-        return _summed_over_tokens(sides)
-
-
-def _kept_by(replay: Replay) -> dict[str, Tensor]:
-    """Tensors with a gradient that a run on all tokens leaves in attributes of the module: auxiliary losses."""
-    before: dict[str, Tensor] = {}
-    with torch.enable_grad():
-        copied, _ = replay.run(lambda copied: before.update(_attributes(copied)))
-    after = _attributes(copied)
-    return {name: x.detach() for name, x in after.items() if x.requires_grad and x is not before.get(name)}
-
-
-_OF_NUMBERS = 1e-2  # a balance near its minimum hardly differs, and one that depends on no token is the same bits
-
-
-def _summed_over_tokens(sides: dict[str, tuple[Any, Any]]) -> str:
-    """Which value beside the hidden state depends on all tokens; empty if none does.
-
-    Args:
-        sides: name of the value -> the value computed from some tokens, and from all tokens.
-    """
-    for name, (got, want) in sides.items():
-        if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape:
-            continue
-        if want.is_floating_point() and _deviation(got, want) > _OF_NUMBERS * TOLERANCE.get(want.dtype, 1e-4):
-            return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is"
-    return ""
-
-
-def _deviation(got: Tensor, want: Tensor) -> float:
-    if not want.numel():
-        return 0.0
-    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
-
-
-def _attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors in plain attributes of a module and its submodules, by dotted name."""
-    found: dict[str, Tensor] = {}
-    for name, part in module.named_modules():
-        found |= {f"{name}.{key}".lstrip("."): x for key, x in vars(part).items() if isinstance(x, Tensor)}
-    return found
+        whole = {name: self._trace.calls[name].output for name in answers}
+        inside = functools.partial(answer, root=call.name, answers=whole)
+        name = beside.over_all_tokens((args, kwargs), (copied, output), call.output, inside)
+        return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is" if name else ""
 
 
 def _last_tokens(x: Any, dim: int, length: int, kept: int) -> Any:
