@@ -157,9 +157,15 @@ def takes_second_gradients(module: pl.LightningModule) -> bool:
 
 
 def writes_unseen(module: nn.Module) -> bool:
-    """Whether ``.data`` occurs in the code of the training step and of all forwards, or in what these name: methods of
-    the module and of its parts, and functions. Writes through it do not count as versions of a tensor.
+    """Whether ``.data`` occurs in the code of a step: writes through it do not count as versions of a tensor."""
+    return "data" in step_names(module)
+
+
+def step_names(module: nn.Module) -> set[str]:
+    """Names in the code of the training step and of all forwards, and in what these name: methods of the module and of
+    its parts, and functions.
     """
+    found: set[str] = set()
     seen: set[types.CodeType] = set()
     methods: dict[str, list[types.FunctionType]] = {}
     for kind in {type(child) for child in module.modules()}:
@@ -172,12 +178,11 @@ def writes_unseen(module: nn.Module) -> bool:
             continue
         seen.add(function.__code__)
         names = set(names_in(function.__code__))
-        if "data" in names:
-            return True
+        found |= names
         named = [function.__globals__.get(name) for name in names]
         waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
         waiting += [each for name in names for each in methods.get(name, ())]
-    return False
+    return found
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:

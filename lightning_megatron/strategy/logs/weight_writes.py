@@ -1,5 +1,7 @@
 """Weights that a step itself writes, besides the optimizer: clamped, decayed, copied to a target network.
 
+So does a step that writes its optimizer's state; see :mod:`~lightning_megatron.strategy.hooks.optimizer_states`.
+
 One process writes them once per batch. The micro-batches of a batch would write them one after the other, and each
 would compute with what the ones before have left. So a trial of the step notes every write below torch's own
 dispatcher, where those through ``.data``, views and ``nn.init`` arrive as well, and puts the weights back; a step that
@@ -25,6 +27,7 @@ from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.undo import Contents
+from lightning_megatron.strategy.hooks.optimizer_states import StatesInRuns, StateTables, states_of
 
 _RENORMALISES = "aten::embedding_renorm_"
 _ROOMS = ("data_parallel", "mesh.messages", "strategy.generation")
@@ -55,6 +58,13 @@ class WeightWrites:
         self.found: set[WeightName] = set()
         self._before: dict[WeightName, Contents] = {}
         self._bound: list[tuple[Tensor, Tensor]] = []
+        self._states: StateTables | None = None
+        self._left: dict[WeightName, set[float]] = {}
+
+    @property
+    def unlike(self) -> list[WeightName]:
+        """State of optimizers that runs on unlike samples have left unlike, each from the same beginning."""
+        return sorted(name for name, sums in self._left.items() if len(sums) > 1)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -65,12 +75,14 @@ class WeightWrites:
         stay = Marks.of(self._module).get(WeightsArrive) is None
         with torch._C.DisableTorchFunctionSubclass():
             bound = [(name, w, w.data) for here in places.values() for _, _, name, w in here if stay]
+            self._states = self._states or StateTables(self._module)
         try:
             with _Writes(places, self._note, shortened):
                 yield
         finally:
             with torch._C.DisableTorchFunctionSubclass():
                 self._note_rebound(bound)
+                self.found |= self._states.changed()
 
     def _note_rebound(self, bound: Sequence[tuple[WeightName, Tensor, Tensor]]) -> None:
         """Weights that are in other memory than before, by ``weight.data = ...``: no operator has written them."""
@@ -85,9 +97,14 @@ class WeightWrites:
         with torch._C.DisableTorchFunctionSubclass():
             for weight, data in reversed(self._bound):
                 weight.data = data
+            if self._states is not None:
+                for place, key, each in states_of(self._module) if self.found else ():
+                    if (place, key) in self.found:
+                        self._left.setdefault((place, key), set()).add(float(each.sum(dtype=torch.float64)))
+                self._states.put_back()
             for before in self._before.values():
                 before.rewind()
-        self._before, self._bound = {}, []
+        self._before, self._bound, self._states = {}, [], None
 
     def _note(self, name: WeightName, weight: Tensor) -> None:
         if name not in self._before:
@@ -98,7 +115,7 @@ class WeightWrites:
     def _places(self) -> dict[int, list[tuple[int, int, WeightName, Tensor]]]:
         """Storage -> the weights in it: first and last element, name, weight."""
         found: dict[int, list[tuple[int, int, WeightName, Tensor]]] = {}
-        for path, key, weight in weights_of(self._module):
+        for path, key, weight in (*weights_of(self._module), *states_of(self._module)):
             if weight.is_meta or not weight.numel() or not weight.untyped_storage().nbytes():
                 continue
             storage = weight.untyped_storage().data_ptr()
@@ -179,10 +196,14 @@ class WrittenInRuns:
         module: the user's module.
         layers: names of the trunk's layers.
         known: whether a weight, by module, may be written several times.
+        stages: number of pipeline stages.
         unseen: whether the step may write without a new version.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[str], known: Known, *, unseen: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, layers: Sequence[str], known: Known, stages: int, *, unseen: bool = False
+    ) -> None:
+        self._states = StatesInRuns(module, stages)
         inside, modules = Parts(layers), dict(module.named_modules())
         self._all = [each for each in weights_of(module) if not known(modules[each[0]])]
         self._around = [each for each in self._all if each[0] not in inside]
@@ -198,6 +219,7 @@ class WrittenInRuns:
             chunks: how many virtual stages this rank has: the code around the layers runs in each of them.
         """
         self._parts = parts
+        self._states.begin(parts)
         self._watched = self._all if parts > 1 else self._around if chunks > 1 else []
         self._before = [version_of(weight) for _, _, weight in self._watched]
         self._sums = self._summed()
@@ -206,8 +228,9 @@ class WrittenInRuns:
         """Behind the first run of the batch.
 
         Raises:
-            RuntimeError: a weight was written.
+            RuntimeError: a weight was written, or the state of an optimizer.
         """
+        self._states.check()
         if not self._watched:
             return
         before, sums, now = self._before, self._sums, self._summed()

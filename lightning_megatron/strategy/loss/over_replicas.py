@@ -143,7 +143,7 @@ class OverReplicas:
         found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
             others = (said for said, names in mine.items() if any(kinds.get(name) != "same" for name in names))
-            found = list(dict.fromkeys([*found, *others]))
+            found = list(dict.fromkeys([*found, *others, *traces.weights.unlike]))
         return found, bool(rows)
 
     def say(

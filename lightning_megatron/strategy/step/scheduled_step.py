@@ -64,7 +64,7 @@ class ScheduledStep:
         self._writes = LastStageWrites(self._module, context.layers, self._hooks, lambda child: bool(child._buffers))
         arrive = context.options.gradients.weights_arrive
         known, unseen = (lambda _: True) if arrive else renormalises, writes_unseen(self._module)
-        self._weights = WrittenInRuns(self._module, context.layers, known, unseen=unseen)
+        self._weights = WrittenInRuns(self._module, context.layers, known, self._mesh.layout.pipeline, unseen=unseen)
         self._outside: tuple[LastStageWrites, LastStageWrites] | None = None
         self.around: dict[int, Schedule] = {}
         self.cuts, self.drawing = Cuts(context), Drawing(context)
