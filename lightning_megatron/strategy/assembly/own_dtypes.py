@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.strategy.lightning.hooks import names_in
 
 _CONVERTS = re.compile(
     r"""^\s*(self\.(?P<name>[\w.]+)\s*=\s*self\.(?P=name)  # self.gate = self.gate.to(torch.float32)
@@ -28,6 +29,9 @@ _CONVERTS = re.compile(
     |^\s*self\.[\w.]+\.data\s*=""",
     re.MULTILINE | re.VERBOSE,
 )
+
+
+_CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16", "data"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,13 @@ def _may_convert(cls: type) -> bool:
     if cls.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
         return False
     functions = [each for name, each in vars(cls).items() if inspect.isfunction(each) and not name.startswith("__")]
-    return any(_CONVERTS.search(_source(function)) for function in functions)
+    return any(_names_a_conversion(function) and _CONVERTS.search(_source(function)) for function in functions)
+
+
+def _names_a_conversion(function: Any) -> bool:
+    """Whether it is worth reading the source, which takes far longer than the names that a function's code uses."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or not _CONVERSIONS.isdisjoint(names_in(code))
 
 
 def _source(function: Any) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from logging import Logger
@@ -29,6 +28,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_megatron.mesh.replaced import Replacement
+from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.strategy.lightning.hooks import names_in
 
 _KNOWN = ("torch", "lightning", "lightning_utilities", "lightning_megatron", "builtins")
@@ -148,14 +148,13 @@ def _reads_facts(
     """
     if inspect.unwrap(function) is not function and function.__globals__["__name__"].split(".")[0] not in _KNOWN:
         return False  # a decorator of the user's gets all arguments
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):
+    definition = definition_of(function)
+    if not isinstance(definition, ast.FunctionDef):
         return False
     reader = _Reader(kinds, owner, methods)
-    for statement in getattr(tree.body[0], "body", ()):
+    for statement in definition.body:
         reader.visit(statement)
-    return reader.blind and isinstance(tree.body[0], ast.FunctionDef)
+    return reader.blind
 
 
 class _Reader(ast.NodeVisitor):

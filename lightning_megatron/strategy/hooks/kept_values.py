@@ -15,10 +15,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from typing import Any
 
 from torch import nn
+
+from lightning_megatron.pipeline.cut.syntax import definition_of
 
 _LIBRARIES = ("torch", "lightning", "lightning_fabric", "lightning_megatron", "abc", "typing")
 _BY_NAME = ("getattr", "hasattr")
@@ -154,14 +155,6 @@ def _parsed(kind: type, method: str) -> ast.FunctionDef | None:
             continue
         if base.__module__.split(".")[0] in _LIBRARIES:
             return None
-        return _tree_of(inspect.unwrap(found)) if inspect.isfunction(found) else None
+        definition = definition_of(found) if inspect.isfunction(found) else None
+        return definition if isinstance(definition, ast.FunctionDef) else None
     return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _tree_of(function: Any) -> ast.FunctionDef | None:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
