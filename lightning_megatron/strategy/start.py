@@ -76,11 +76,11 @@ def start_run(
     insert_expert_callbacks(trainer, load=options.log_expert_load, rate=Balance.asked(options.expert_balance).rate)
     if options.log_gradient_norm:
         insert_gradient_norm(trainer)
+    agree_on_stops(module, processes.mesh)  # before losses of replicas put something around `generate`, too
     syncs = lightning_state.syncs_batch_norm(trainer)
     if earlier is not None and earlier.module is module:
         synchronize(module, processes.mesh, wanted=syncs)
         module.to(processes.device)
-        agree_on_stops(module, processes.mesh)
         return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
     engine_options = options.engine(getattr(precision, "layer_dtype", None))
     module_options = options.module(stage_speeds)
@@ -90,5 +90,4 @@ def start_run(
     assembled = assembler.assemble(module, syncs, loads)
     if (path := start_from(module, options.initial_weights)) is not None:
         ModelState(assembled, processes.mesh).fill_from(path)
-    agree_on_stops(module, processes.mesh)
     return Run(trainer, assembled, processes, precision, options, io)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,11 +59,38 @@ class EndsApart(Decoder):
     """Criteria and clocks that say something else on each rank but the first."""
 
     def predict_step(self, batch: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
-        late = self.global_rank >= replicas
+        late = not _is_first_rank(self)
         given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
         ends = self.model.generate(batch, stopping_criteria=[lambda ids, _: len(ids[0]) > (9 if late else 7)], **given)
         return ends, self.model.generate(batch, max_time=60.0 if late else 0.0, num_beams=2, **given)
+
+
+class OwnOptions(Decoder):
+    """Limits and criteria that only some ranks give, and scores and ends drawn from numbers of each rank's own."""
+
+    def predict_step(self, batch: Tensor, index: int) -> list[Tensor]:
+        first = _is_first_rank(self)
+        draws = random.Random(3 if first else self.global_rank)
+        own: list[dict[str, Any]] = [
+            {} if first else {"max_time": 0.0},
+            {"max_time": 0.0} if first else {},
+            {"stopping_criteria": [lambda ids, _: len(ids[0]) > 7]} if first else {},
+            {"stopping_criteria": [lambda ids, _: draws.random() < 0.3]},
+            {"logits_processor": [lambda ids, scores: scores + 20 * _like(scores, draws)]},
+        ]
+        return [self.model.generate(batch, max_new_tokens=NEW, do_sample=False, **given) for given in own]
+
+
+def _is_first_rank(module: pl.LightningModule) -> bool:
+    """Whether no rank of the same replica comes before this one."""
+    mesh = getattr(module.trainer.strategy, "mesh", None)
+    if mesh is None:
+        return True
+    return bool(mesh.coordinates.tensor == 0 and mesh.rank < mesh.layout.data * mesh.layout.tensor)
+
+
+def _like(scores: Tensor, draws: random.Random) -> Tensor:
+    return torch.tensor([draws.random() for _ in range(scores.shape[-1])], dtype=scores.dtype)
 
 
 class Guided(Decoder):
@@ -145,6 +173,7 @@ _HALF = {"layers": 4, "attention_heads": 4, "ffn_dim": 64}
 DECODERS: dict[str, tuple[Any, str]] = {
     "remembers": (Remembers, "predict"),
     "ends apart": (EndsApart, "predict"),
+    "own options": (OwnOptions, "predict"),
     "guided": (Guided, "predict"),
     "own beams": (OwnBeams, "predict"),
     "fills": (Fills, "predict"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,3 +141,15 @@ def failing(info: RankInfo, fails: str) -> str:
                 raise
             return str(error)
     return "nothing"
+
+
+def own_ends(info: RankInfo, groups: int) -> list[Any]:
+    """What lists are continued by whose criterion draws numbers of each rank's own."""
+    strategy, draws = decoder(info, 2, 0.0), {row: random.Random(10 * row + info.rank) for row in range(3)}
+
+    def ends(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((len(ids),), draws[int(ids[0, 0]) - 1].random() < 0.4)
+
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [ends]}
+    found: list[Any] = strategy.generate([[1, 5], [2, 4, 5], [3, 3]], batch_size=1, groups=groups, **options)
+    return found

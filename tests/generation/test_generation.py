@@ -104,9 +104,14 @@ def test_a_strangers_loop_gives_what_it_gives_in_one_process(name: str) -> None:
     check_stranger(name, (2, 1, 1))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
-def test_ranks_end_a_generation_together_whatever_their_clocks_say(sizes: Sizes) -> None:
-    check_stranger("ends apart", sizes)
+@pytest.mark.parametrize("name", ["ends apart", "own options"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 2), (2, 2, 1), *(pytest.param(sizes, marks=wide) for sizes in ((1, 2, 2), (2, 2, 2)))],
+    ids=str,
+)
+def test_ranks_end_a_generation_together_whatever_each_of_them_says(sizes: Sizes, name: str) -> None:
+    check_stranger(name, sizes)
 
 
 @wide

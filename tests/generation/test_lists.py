@@ -27,7 +27,7 @@ from tests.generation.folders import (
     refused,
     train,
 )
-from tests.generation.side_by_side import NEW, counted, failing
+from tests.generation.side_by_side import NEW, counted, failing, own_ends
 from tests.harness import run_trainers
 
 wide = pytest.mark.wide
@@ -94,6 +94,11 @@ def test_strings_that_end_a_text_end_it(prompts: Path, tmp_path: Path) -> None:
     padded = expected(folder, TEXTS, 2, tokenizer=make_tokenizer(), **greedy)
     unpadded = [row[: max(at for at, token in enumerate(row, start=1) if token != 60)] for row in padded]
     assert [line["tokens"] for line in found] == unpadded != free
+
+
+def test_batches_under_way_at_once_end_where_the_first_rank_ends_them() -> None:
+    alone, *others = [outcome.value for groups in (1, 3) for outcome in run_trainers(own_ends, groups, devices=2)]
+    assert all(other == alone for other in others) and len(set(map(len, alone))) > 1
 
 
 @wide

@@ -35,6 +35,7 @@ from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerC
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 
 _FLAGS = (bool, type(None), str)
+_AGREED = -2  # as the number of a unit: an answer that holds for all stages
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,21 @@ class CallFollower:
         self._forms[key] = note.form or self._forms[key]
         self._follow(note, caches, x, args, kwargs)
         return output
+
+    def agreed(self, answer: Tensor, name: str) -> Tensor:
+        """What the first rank of the pipeline answers, which holds for all stages; all of them ask now.
+
+        Args:
+            answer: this rank's.
+            name: of what asks, in words.
+        """
+        first = min(range(len(self.wire.ranks)), key=self.wire.ranks.__getitem__)
+        self._reach(first)
+        if first == self.stage:
+            self.wire.answer(_AGREED, answer)
+            return answer
+        heard: Tensor = self.wire.hear(first, _AGREED, name, [])[0]
+        return heard
 
     def _reach(self, owner: int) -> None:
         """Let other groups of requests run before another stage than before computes."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.draws.one_stream import OneStream
@@ -56,10 +56,9 @@ class _ModelCall(Entry):
         self.open()
 
     def enter(self, *args: Any, **kwargs: Any) -> Any:
-        calls = self._model_calls
-        if calls.stage.cursor.running or calls.stage.repeats or torch.is_grad_enabled() or in_backward():
+        if torch.is_grad_enabled():
             return self.run_hooked(*args, **kwargs)
-        with calls.outside(type(self.module).__name__):
+        with self._model_calls.together_with_others(type(self.module).__name__):
             return self.run_hooked(*args, **kwargs)
 
 
@@ -137,6 +136,18 @@ class ModelCalls:
         """Whether the code that runs is one of several tasks; see :meth:`together`."""
         return self._follower.groups is not None
 
+    def agreed(self, answer: Tensor, name: str) -> Tensor:
+        """What the first rank of the pipeline answers, where code runs whose calls go through all stages.
+
+        In a step that is not known to call the model repeatedly it is this rank's own answer: the step starts over when
+        it calls the model again.
+
+        Args:
+            answer: this rank's.
+            name: of what asks, in words.
+        """
+        return self._follower.agreed(answer, name) if self.stage.repeats else answer
+
     def step_begins(self) -> None:
         """Leave the model's own calls alone, which ordinary steps make in every micro-batch."""
         for holder in self._holders:
@@ -206,6 +217,19 @@ class ModelCalls:
             for call, cursor in followed:
                 call.cursor = cursor
             forget_written()
+
+    @contextmanager
+    def together_with_others(self, name: str) -> Iterator[None]:
+        """Around code that calls the model without gradients: outside of a step, all stages run it together.
+
+        Args:
+            name: of what is called.
+        """
+        if self.stage.cursor.running or self.stage.repeats or in_backward():
+            yield
+            return
+        with self.outside(name):
+            yield
 
     @contextmanager
     def outside(self, name: str) -> Iterator[None]:

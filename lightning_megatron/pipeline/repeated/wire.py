@@ -143,6 +143,22 @@ class Wire:
             if isinstance(leaf, Tensor):
                 self._send(leaf)
 
+    def answer(self, unit: int, value: Tensor) -> None:
+        """Tell all other stages something without waiting until they have fetched it.
+
+        So a stage whose code goes another way is met in what this one hears next, and refused there.
+
+        Args:
+            unit: its number.
+            value: that does not change any more.
+        """
+        self.settle()
+        ahead, self._ahead = self._ahead, True
+        try:
+            self.tell(unit, value, None, [])
+        finally:
+            self._ahead = ahead
+
     def hear(self, stage: int, unit: int, name: str, caches: list[Any]) -> tuple[Any, Any]:
         """What a layer or part of another stage gave, and the note.
 
@@ -191,6 +207,7 @@ class Wire:
                 self._send_message(torch.empty(0), _END, -1, -1, 0)
             elif self._message(stage)[0][0] != _END:
                 _refuse("", stage, ended=False)
+        self.settle()
 
     def _send_message(self, brought: Tensor, *entries: int) -> None:
         """Send a header, and what it brings in the room behind it, or else in a message of its own."""

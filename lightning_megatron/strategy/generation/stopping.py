@@ -1,13 +1,17 @@
-"""Criteria that end a generation say the same on all ranks of a model.
+"""Ranks of a model end a generation together, and choose from the same scores.
 
-``max_time`` asks the clock of each process, and a criterion of the user's may ask anything. Where one rank ends and
-another goes on, the latter waits for ever in the collectives of its next token. So what the first rank of a model says
-holds for all of them::
+``max_time`` asks the clock of each process, and a criterion or a processor of the user's may ask anything, such as
+random numbers without a seed. Where one rank ends and another goes on, the latter waits for ever in the collectives of
+its next token; where they choose other tokens, what they compute together is of neither. So what the first rank of a
+model says holds for all of them::
 
     rank 0   3.01 s of 3 s: end      ──▶ end
     rank 1   2.99 s of 3 s: go on    ──▶ end
+    rank 2   knows of no limit       ──▶ end
 
 Hugging Face's own criteria look at tokens and scores only, which are equal, and need no message, except for that one.
+Under a pipeline the answers take the way of what layers give, so that stages whose code goes different ways are refused
+here as they are there.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
@@ -29,7 +34,8 @@ from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
 from lightning_megatron.pipeline.stage.stage import Stage
 
-_LIBRARY = "transformers.generation.stopping_criteria"
+_LIBRARY = "transformers.generation."
+_LAYERS = "lightning_megatron.layers."
 _TAG = (1 << 20) + 11
 
 
@@ -37,21 +43,17 @@ def agree_on_stops(module: nn.Module, mesh: ParallelMesh) -> None:
     """Let the models of Hugging Face's in ``module`` end their generations on all ranks together; also after the run.
 
     Args:
-        module: the user's, divided.
+        module: the user's, before anything else is put around its models' ``generate``; it may be divided later.
         mesh: the grid.
     """
-    groups = [mesh.group(f"{axis}_parallel") for axis in ("tensor", "pipeline") if getattr(mesh.layout, axis) > 1]
-    for model in module.modules() if groups else ():
+    layout = mesh.layout
+    if layout.tensor * layout.pipeline == 1:
+        return
+    group = mesh.group("tensor_parallel") if layout.tensor > 1 else None
+    for model in module.modules():
         users = not isinstance(vars(model).get("generate"), (_Generate, NoneType))  # its own way to generate
         if any(kind.__name__ == "GenerationMixin" for kind in type(model).__mro__) and not users:
-            Replacements().put(model, "generate", _Generate(model, groups, _side_by_side(module)))
-
-
-def _side_by_side(module: nn.Module) -> Callable[[], bool]:
-    """Whether several batches are under way at once now: their ranks pass a criterion at different times."""
-    stage = Stage.of(module)
-    calls = None if stage is None else ModelCalls.of(module, stage)
-    return lambda: calls is not None and calls.side_by_side
+            Replacements().put(model, "generate", _Generate(model, module, group))
 
 
 class _Generate(Replacement):
@@ -59,67 +61,140 @@ class _Generate(Replacement):
 
     Args:
         model: Hugging Face's.
-        groups: the tensor group, then the pipeline's, as far as they are larger than one.
-        alone: whether ranks cannot meet at a criterion now.
+        module: the user's, which contains it.
+        group: of tensor ranks; ``None`` for one.
     """
 
-    def __init__(self, model: Any, groups: list[dist.ProcessGroup], alone: Callable[[], bool]) -> None:
+    def __init__(self, model: Any, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         super().__init__(model, "generate")
-        self._model, self._groups, self._alone = model, groups, alone
+        self._model, self._module, self._group = model, module, group
         self.__name__, self.__wrapped__ = "generate", type(model).generate
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
-        return _Generate(copy.deepcopy(self._model, memo), self._groups, self._alone)
+        return _Generate(copy.deepcopy(self._model, memo), self._module, self._group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See ``generate`` of the model."""
         own = type(self._model).generate
-        if self._alone():
-            return own(self._model, *args, **kwargs)
         names = list(inspect.signature(own).parameters)[1 : 1 + len(args)]
         given = {**dict(zip(names, args, strict=True)), **kwargs}
-        found = [self._agreed(criterion) for criterion in given.get("stopping_criteria") or ()]
-        most = _time_of(self._model, given)
-        if most is not None:
-            from transformers import MaxTimeCriteria
+        ranks = _Ranks(self._model, self._module, self._group)
+        with ranks.meeting():
+            return own(self._model, **_agreeing(self._model, given, ranks))
 
-            given["max_time"] = math.inf
-            found.append(_Agreed(MaxTimeCriteria(most), self._groups))
-        if found:
-            from transformers import StoppingCriteriaList
 
-            given["stopping_criteria"] = StoppingCriteriaList(found)
-        return own(self._model, **given)
+class _Ranks:
+    """The ranks that compute a model together: those of a pipeline, and of a tensor group.
 
-    def _agreed(self, criterion: Any) -> Any:
-        kind = type(criterion)
-        return criterion if kind.__module__ == _LIBRARY and "Time" not in kind.__name__ else self._wrapped(criterion)
+    Args:
+        model: Hugging Face's. Where every rank has all of it, each generates for itself.
+        module: the user's.
+        group: of tensor ranks; ``None`` for one.
+    """
 
-    def _wrapped(self, criterion: Any) -> _Agreed:
-        return criterion if isinstance(criterion, _Agreed) else _Agreed(criterion, self._groups)
+    def __init__(self, model: nn.Module, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        stage, parts = Stage.of(module), list(model.modules())
+        trunk = None if stage is None else module.get_submodule(stage.partition.trunk.name)
+        self._calls = None if stage is None or trunk not in parts else ModelCalls.of(module, stage)
+        self._group = group if any(type(part).__module__.startswith(_LAYERS) for part in parts) else None
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around a generation."""
+        if self._calls is None:
+            yield
+            return
+        with self._calls.together_with_others("generate"):
+            yield
+
+    def first_has(self, has: bool) -> bool:
+        """Whether the first rank has something; tasks of several batches at once are equal on all ranks."""
+        alone = self._calls is None and self._group is None
+        if alone or (self._calls is not None and self._calls.side_by_side):
+            return has
+        return bool(self.agreed(torch.tensor([has], dtype=torch.uint8, device=self._device())).item())
+
+    def agreed(self, answer: Tensor) -> Tensor:
+        """The answer of the first rank."""
+        if self._group is not None:
+            answer = answer.clone(memory_format=torch.contiguous_format)
+            wait_for(start_broadcast(answer, 0, self._group, _TAG), "broadcast", answer, self._group)
+        return answer if self._calls is None else self._calls.agreed(answer, "generate")
+
+    def _device(self) -> torch.device:
+        if self._calls is not None:
+            return self._calls.stage.device
+        cuda = dist.get_backend(self._group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 class _Agreed:
-    """A criterion whose answer is that of the first rank.
+    """A processor of scores that gives those of the first rank.
 
     Args:
-        criterion: the user's; called on every rank.
-        groups: to agree in, one after the other.
+        asks: what each rank asks itself.
+        ranks: that agree.
     """
 
-    def __init__(self, criterion: Callable[..., Any], groups: list[dist.ProcessGroup]) -> None:
-        self._criterion, self._groups = criterion, groups
+    def __init__(self, asks: Callable[..., Tensor], ranks: _Ranks) -> None:
+        self._asks, self._ranks = asks, ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Agreed:
-        return _Agreed(copy.deepcopy(self._criterion, memo), self._groups)
+        return _Agreed(copy.deepcopy(self._asks, memo), self._ranks)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores, ``[rows, vocabulary]``."""
+        return self._ranks.agreed(self._asks(input_ids, scores).detach())
+
+
+class _AnyOf:
+    """Whether any of the user's criteria ends a row, as the first rank says; all are asked, as each may count.
+
+    Args:
+        criteria: Hugging Face's form of them.
+        ranks: that agree.
+    """
+
+    def __init__(self, criteria: list[Any], ranks: _Ranks) -> None:
+        self._criteria, self._ranks = criteria, ranks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AnyOf:
+        return _AnyOf(copy.deepcopy(self._criteria, memo), self._ranks)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Whether each row ends, ``[rows]``."""
-        answer = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
-        ends = answer.expand(len(input_ids)).to(torch.uint8).contiguous()
-        for group in self._groups:
-            wait_for(start_broadcast(ends, 0, group, _TAG), "broadcast", ends, group)
-        return ends.bool()
+        """See the criteria, ``[rows]``."""
+        ends = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        for criterion in self._criteria:
+            ends = ends | torch.as_tensor(criterion(input_ids, scores, **kwargs), device=ends.device)
+        return self._ranks.agreed(ends.to(torch.uint8)).bool()
+
+
+def _agreeing(model: Any, given: dict[str, Any], ranks: _Ranks) -> dict[str, Any]:
+    """The arguments of a generation, with criteria and processors that agree."""
+    from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+
+    criteria, given = list(given.get("stopping_criteria") or ()), dict(given)
+    mine = [criterion for criterion in criteria if not _looks_at_tokens_only(criterion)]
+    most = _time_of(model, given)
+    if most is not None:
+        given["max_time"] = math.inf
+        mine.append(MaxTimeCriteria(most))
+    common: list[Any] = [criterion for criterion in criteria if _looks_at_tokens_only(criterion)]
+    if ranks.first_has(bool(mine)):
+        common.append(_AnyOf(mine, ranks))
+    if common or criteria:
+        given["stopping_criteria"] = StoppingCriteriaList(common)
+    processors = list(given.get("logits_processor") or ())
+    theirs = [type(processor).__module__.startswith(_LIBRARY) for processor in processors]
+    if not all(theirs):
+        agreeing = [each if known else _Agreed(each, ranks) for each, known in zip(processors, theirs, strict=True)]
+        given["logits_processor"] = LogitsProcessorList(agreeing)
+    return given
+
+
+def _looks_at_tokens_only(criterion: Any) -> bool:
+    kind = type(criterion)
+    return kind.__module__.startswith(_LIBRARY) and "Time" not in kind.__name__
 
 
 def _time_of(model: Any, given: dict[str, Any]) -> float | None:
