@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.lightning.samplers import deals_equally
@@ -228,7 +228,8 @@ class Cuts:
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]
-        return parts, Cut(weights, self._over_replicas(weights, weigh is not None), logs, once, layers=layers)
+        total = self._over_replicas(weights, weigh is not None, weigh or batch_size_of)
+        return parts, Cut(weights, total, logs, once, layers=layers)
 
     def _repeats(self, repeats: Repeats, call: Callable[[Any], Any], parts: Sequence[Any]) -> bool:
         """Whether the training step calls the layers more than once, as far as is known; tried once, if need be."""
@@ -242,11 +243,17 @@ class Cuts:
             repeats.note("training_step")
         return repeats.includes("training_step")
 
-    def _over_replicas(self, weights: Sequence[float], differ: bool) -> float:
-        """The total of the weights over all replicas, so that losses divided by it add up."""
+    def _over_replicas(
+        self, weights: Sequence[float], differ: bool, way: Callable[[Any], float] | None = None
+    ) -> float:
+        """The total of the weights over all replicas, so that losses divided by it add up; known where the look at
+        whether to try the step has counted in the same way.
+        """
         total, replicas = sum(weights), self._layout.data
         if replicas == 1 or not (differ or self.weighs):
             return total * replicas
+        told = self.trials.replicas
+        if told is not None and told.counted is not None and told.counted[0] == way:
+            return told.counted[1]
         shared = torch.tensor(total, dtype=torch.float64, device=self._context.device)
-        dist.all_reduce(shared, group=self._context.mesh.group("data_parallel"))
-        return float(shared)
+        return float(raw_all_reduce(shared, self._context.mesh.group("data_parallel"), keep=False))

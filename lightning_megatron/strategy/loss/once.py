@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -344,7 +345,7 @@ def _mark(value: Any) -> Any:
 
 def _is_as_marked(value: Any, mark: Any) -> bool:
     if isinstance(mark, list):
-        return len(value) == len(mark) and all(one is other for one, other in zip(value, mark, strict=True))
+        return len(value) == len(mark) and all(map(is_, value, mark))
     return bool(_mark(value) == mark)
 
 

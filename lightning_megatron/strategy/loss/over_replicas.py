@@ -25,7 +25,7 @@ from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.collectives import extremes_over
+from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import Name, sendable
@@ -82,12 +82,15 @@ class OverReplicas:
     Attributes:
         group: the replicas.
         unseen: whether this replica's batch looks like none before.
+        counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
+            no message has told.
     """
 
     def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module) -> None:
         self._mesh, self._device, self._module = mesh, device, module
         self.group = mesh.group("data_parallel")
         self.unseen = False
+        self.counted: tuple[Callable[[Any], float], float] | None = None
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 
@@ -107,6 +110,9 @@ class OverReplicas:
     def count_otherwise(self, ways: Sequence[Counted], used: Callable[[Any], float], batch: Any) -> bool:
         """Whether counting in one of some ways would give the replicas other weights. Collective over them.
 
+        The same message tells what the batches of all replicas count together, by the way that weighs now
+        (:attr:`counted`, until the next step).
+
         Args:
             ways: of counting.
             used: what weighs now.
@@ -115,8 +121,11 @@ class OverReplicas:
         weight = used(batch)
         known = tensors_of(batch)
         here = [way(batch) / weight if weight and way.place < len(known) else -1.0 for way in ways]
-        ratios = torch.tensor(here, dtype=torch.float64)
-        lowest, highest = extremes_over(ratios.to(self._device), self.group)
+        weight = weight or float(isinstance(used, Counted))  # as a batch counts in which all is ignored
+        row = torch.tensor([[weight, *here]], dtype=torch.float64, device=self._device)
+        rows = raw_all_gather(row, 0, self.group).cpu()
+        self.counted = used, float(rows[:, 0].sum())
+        lowest, highest = rows[:, 1:].amin(0), rows[:, 1:].amax(0)
         return bool((highest - lowest > 1e-9 * highest).any())
 
     def own_values(

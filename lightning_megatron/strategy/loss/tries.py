@@ -113,7 +113,7 @@ class LossTrials:
         self._phases.look()
         self.began = self._phases.changed or self._looks_other
         if self.replicas is not None:
-            self.replicas.unseen = False
+            self.replicas.unseen, self.replicas.counted = False, None
         known = self.reading.tried and self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
         if not known or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
