@@ -217,10 +217,8 @@ class LossTrials:
         joins = Joins(batch, parts, self._beyond if cut else None)
         due, self._fresh = self._steps >= self._next, True
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
-        sees, traces = (
-            SeesGroup(None if self.replicas is None else self.replicas.group),
-            Traces(self._module, beside=True),
-        )
+        sees = None if self.replicas is None else SeesGroup(self.replicas.group)
+        traces = Traces(self._module, beside=True)
         tried = Tried(call, self._recording, traces, joins, self._stages, counts_as=2, around=sees)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
@@ -229,10 +227,10 @@ class LossTrials:
         with streams, spread, self._stages.running(*checked, training=False) as executor:
             executor.run(step)
         kinds, writes, unsure = tried.written(self._layers)
-        own, by_sample = list[Name](), False
+        own, by_sample, gathers = list[Name](), False, sees is not None and sees.gathers
         if self.replicas is not None:
-            own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=sees.gathers)
-        outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=sees.gathers), TRIAL)
+            own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=gathers)
+        outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=gathers), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
         if isinstance(found, StartOver):
