@@ -5,6 +5,7 @@ The device is counted, and the host's memory and its link are made up.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -34,6 +35,7 @@ from tests.harness import one_process, run_trainers
 LAYER = "layers.1"
 
 
+@functools.cache
 def measured(kind=kinds.Block) -> tuple[int, int]:
     """Bytes that a call of a layer always keeps, and those of everything else."""
     rows = TOKENS - 2
@@ -49,8 +51,8 @@ def has_free(monkeypatch, size: float) -> None:
     monkeypatch.setattr(host_memory, "free_bytes", lambda folder: math.ceil(size) - sum(each.held for each in made))
 
 
-@pytest.mark.parametrize("name", TOKENWISE)
 @pytest.mark.parametrize("wanted", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("name", TOKENWISE)  # rows of a kind beside each other: it is measured once for them
 def test_the_largest_share_that_fits_is_taken_and_the_numbers_stay(name, wanted, monkeypatch):
     always, other = measured(TOKENWISE[name])
     room = LAYERS * (always + wanted * other) + 64

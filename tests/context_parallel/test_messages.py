@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
         rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=4)
 
 
+@functools.cache
 def kept_per_token(size: int, method: Any = "gather") -> float:
     """Bytes that a rank keeps for the backward, per token of the whole sequences."""
     kept = []

@@ -55,6 +55,21 @@ def tree(name: str) -> ast.Module:
     return ast.parse(modules()[name].read_text())
 
 
+@functools.cache
+def nodes(name: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module's tree, which most rules go through."""
+    return tuple(ast.walk(tree(name)))
+
+
+@functools.cache
+def nodes_of_tests() -> dict[str, tuple[ast.AST, ...]]:
+    """The same of the tests' files, by name to import."""
+    paths = sorted((ROOT.parent / "tests").rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in paths]
+    read = (tuple(ast.walk(ast.parse(path.read_text()))) for path in paths)
+    return {name.removesuffix(".__init__"): found for name, found in zip(names, read, strict=True)}
+
+
 def room(name: str) -> str:
     return name.split(".")[0]
 
@@ -67,7 +82,7 @@ def arrows() -> dict[str, frozenset[str]]:
 
 def _imports(name: str) -> set[str]:
     found = set()
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
             base = (node.module or "").removeprefix(PACKAGE).lstrip(".")
             for alias in node.names:
@@ -111,7 +126,7 @@ def circles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
 def functions(name: str) -> list[tuple[int, str]]:
     """Lines of every function: docstring and argument list aside."""
     found = []
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
             found.append(((node.end_lineno or 0) - first.lineno + 1, f"{name}:{node.name}"))
@@ -120,7 +135,7 @@ def functions(name: str) -> list[tuple[int, str]]:
 
 def imports_lightning(name: str) -> list[ast.ImportFrom | ast.Import]:
     found: list[ast.ImportFrom | ast.Import] = []
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
             found.append(node)
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "lightning" for alias in node.names):
@@ -204,7 +219,7 @@ def bases() -> dict[str, list[str]]:
     return {
         node.name: [ast.unparse(base) for base in node.bases]
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.ClassDef)
     }
 
@@ -225,7 +240,7 @@ def test_attributes_are_put_past_classes_of_others_in_few_places() -> None:
     gluers = {
         name
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Subscript)
@@ -274,7 +289,7 @@ def test_private_attributes_are_read_in_the_file_that_sets_them() -> None:
     theirs |= {"_compiled_call_impl"}
     setters: dict[str, set[str]] = defaultdict(set)
     for name in modules():
-        for node in ast.walk(tree(name)):
+        for node in nodes(name):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 setters[node.attr].add(name)
             elif isinstance(node, ast.FunctionDef):
@@ -284,7 +299,7 @@ def test_private_attributes_are_read_in_the_file_that_sets_them() -> None:
     readers = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
@@ -300,7 +315,7 @@ def test_how_a_whole_tensor_is_cut_is_asked_by_its_public_names() -> None:
     private = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Attribute)
         and node.attr in ("_dim", "_split")
         and not (isinstance(node.value, ast.Name) and node.value.id == "self")
@@ -309,16 +324,13 @@ def test_how_a_whole_tensor_is_cut_is_asked_by_its_public_names() -> None:
 
 
 def test_names_that_files_and_tests_import_from_each_other_exist() -> None:
-    sources = {f"{PACKAGE}.{name}".removesuffix(".__init__"): path for name, path in modules().items()}
-    for path in (ROOT.parent / "tests").rglob("*.py"):
-        sources[".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")] = path
-    trees = {name: ast.parse(path.read_text()) for name, path in sources.items()}
-    defined = {name: {each for node in ast.walk(tree) for each in _defined(node)} for name, tree in trees.items()}
+    sources = {f"{PACKAGE}.{name}".removesuffix(".__init__"): nodes(name) for name in modules()} | nodes_of_tests()
+    defined = {name: {each for node in found for each in _defined(node)} for name, found in sources.items()}
     folders = {name.rpartition(".")[0] for name in sources}
     missing = [
         f"{name}:{node.lineno} {node.module} {alias.name}"
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
+        for name, found in sources.items()
+        for node in found
         if isinstance(node, ast.ImportFrom) and (home := node.module) in sources
         for alias in node.names
         if alias.name not in defined[home] and f"{home}.{alias.name}" not in sources.keys() | folders
@@ -328,9 +340,9 @@ def test_names_that_files_and_tests_import_from_each_other_exist() -> None:
 
 def test_private_names_are_imported_by_no_test_nor_from_one() -> None:
     private = [
-        f"{path.relative_to(ROOT.parent)}:{node.lineno} {node.module} {alias.name}"
-        for path in (ROOT.parent / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{name}:{node.lineno} {node.module} {alias.name}"
+        for name, found in nodes_of_tests().items()
+        for node in found
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (PACKAGE, "tests", "tools")
         for alias in node.names
         if alias.name.startswith("_")
@@ -352,7 +364,7 @@ def test_a_class_name_means_one_thing() -> None:
     names = Counter(
         node.name
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     twice = sorted(name for name, times in names.items() if times > 1)
@@ -390,7 +402,7 @@ def test_private_attributes_of_lightning_are_touched_in_one_folder() -> None:
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name in modules()
         if not name.startswith("strategy.lightning")
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Attribute) and node.attr in private and ast.unparse(node.value) not in ("self", "cls")
     ]
     assert not elsewhere, elsewhere
@@ -404,7 +416,7 @@ def test_wrapped_forwards_are_walked_in_one_place() -> None:
     walks = [
         name
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.While) and "hasattr" in ast.unparse(node.test) and "forward" in ast.unparse(node.test)
     ]
     assert len(walks) <= WALKS_OVER_FORWARDS, walks
@@ -414,7 +426,7 @@ def test_calls_of_modules_are_taken_over_in_one_place() -> None:
     takers = {
         name
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "'_call_impl'"
     }
     assert takers == {"pipeline.forwards.entry"}
@@ -424,7 +436,7 @@ def test_names_are_matched_with_parts_in_one_place() -> None:
     matchers = {
         name
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
         for prefix in node.args
         if isinstance(prefix, ast.JoinedStr) and ast.unparse(prefix).endswith("}.'")
@@ -478,7 +490,7 @@ def test_few_asserts_say_that_something_is_there() -> None:
     presence = [
         f"{name}:{node.lineno}"
         for name in modules()
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, ast.Assert) and "is not None" in ast.unparse(node.test)
     ]
     assert len(presence) <= ASSERTS_OF_PRESENCE, Counter(line.split(":")[0] for line in presence)
