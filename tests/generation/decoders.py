@@ -102,6 +102,19 @@ class Guided(Decoder):
         return found
 
 
+class TwoModels(Decoder):
+    """A smaller model beside the larger one generates too, and drafts for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = tiny("gpt2")
+
+    def predict_step(self, batch: Tensor, index: int) -> list[Tensor]:
+        given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+        found = [model.generate(batch, **given) for model in (self.small, self.model)]
+        return [*found, self.model.generate(batch[:1], assistant_model=self.small, **given)]
+
+
 class OwnBeams(Decoder):
     """Beams by hand, over a cache that it reorders."""
 
@@ -175,6 +188,7 @@ DECODERS: dict[str, tuple[Any, str]] = {
     "ends apart": (EndsApart, "predict"),
     "own options": (OwnOptions, "predict"),
     "guided": (Guided, "predict"),
+    "two models": (TwoModels, "predict"),
     "own beams": (OwnBeams, "predict"),
     "fills": (Fills, "predict"),
     "shows": (Shows, "predict"),

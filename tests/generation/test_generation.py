@@ -114,6 +114,10 @@ def test_ranks_end_a_generation_together_whatever_each_of_them_says(sizes: Sizes
     check_stranger(name, sizes)
 
 
+def test_buffers_of_a_part_that_only_some_stages_have_are_no_matter_to_the_others() -> None:
+    check_stranger("two models", (4, 1, 1))
+
+
 @wide
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", sorted(STRANGERS))

@@ -38,6 +38,8 @@ class SharedBuffers:
     def __init__(self, module: nn.Module, presence: Presence, mesh: ParallelMesh, device: torch.device) -> None:
         self._module, self._mesh, self._device = module, mesh, device
         self._names = list(presence.shared_buffers)
+        self._here = [name for name in self._names if presence.is_here(name)]
+        self._twins = {name: presence.entries[name].twin for name in self._names if name not in self._here}
         norms = {name for name, child in module.named_modules() if isinstance(child, _NormBase)}
         self._statistics = [name for name in self._names if name.rpartition(".")[0] in norms]
         layers = Parts(presence.layer_names())
@@ -56,13 +58,13 @@ class SharedBuffers:
         """Remember them as they are before a step."""
         self._changed = None
         STATE.undone.clear()
-        for name in self._names:
+        for name in self._here:
             buffer = self._module.get_buffer(name)
             self._before[name] = Contents.of_tensor(buffer, copies=buffer.numel() <= LARGEST)
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of those that were written here since."""
-        for name in self._names if self._changed is None else self._changed:
+        for name in self._here if self._changed is None else self._changed:
             buffer = self._module.get_buffer(name)
             if self._changed is not None or self._before[name].is_changed(buffer, uncounted=name in self._statistics):
                 yield name, buffer
@@ -85,9 +87,17 @@ class SharedBuffers:
             self._writers = self._find_writers(self._changed)
         group = self._mesh.group("pipeline_parallel")
         for name, stage in self._writers.items():
-            value = self._module.get_buffer(name).detach().clone(memory_format=torch.contiguous_format)
+            value = self._value(name).detach().clone(memory_format=torch.contiguous_format)
             raw_broadcast(value, self._mesh.pipeline_ranks[stage], group)
-            self.set(name, value)
+            if name in self._here:
+                self.set(name, value)
+
+    def _value(self, name: str) -> Tensor:
+        """The buffer; on a stage that has none, a tensor of its form."""
+        if name in self._here:
+            return self._module.get_buffer(name)
+        twin = self._twins[name]
+        return torch.zeros_like(twin, device=self._device)
 
     def check(self, told: Collection[str]) -> None:
         """Complain about one that was written here, of which the last stage does not know, behind the first step.
@@ -129,7 +139,9 @@ class SharedBuffers:
 
     def _is_same(self, name: str) -> bool:
         """Whether one is equal on all stages."""
-        group, buffer = self._mesh.group("pipeline_parallel"), self._module.get_buffer(name).double()
+        group, buffer = self._mesh.group("pipeline_parallel"), self._value(name).double()
         both = torch.stack([buffer, -buffer]).contiguous()
+        if name not in self._here:
+            both.fill_(-torch.inf)
         highest, lowest = raw_all_reduce(both, group, keep=True, maximum=True)
         return torch.equal(highest, -lowest)
