@@ -33,7 +33,7 @@ def notes(tmp_path: Path) -> Path:
 def test_a_hugging_face_model_trains_on_two_stages_of_two_tensor_ranks_and_is_saved_whole(
     notes: Path, tmp_path: Path, run_example: Callable[..., Run], packed: bool
 ) -> None:
-    options = ("--data", str(notes), "--steps=40", "--batch=8", "--micro-batch=3", "--sequence=24", "--lr=5e-3")
+    options = ("--data", str(notes), "--steps=20", "--batch=8", "--micro-batch=3", "--sequence=24", "--lr=5e-3")
     options += ("--pack",) if packed else ()
     run = run_example("finetune_hf.py", tmp_path, *options)
     assert run.code == 0, run.output

@@ -80,9 +80,9 @@ def test_the_main_job_learns_prints_a_sample_and_resumes_from_its_checkpoint_in_
     texts: Path, tmp_path: Path
 ) -> None:
     options = ("--data", str(texts), *OPTIONS)
-    first = run_script(SCRIPT, tmp_path, *options, "--data-parallel=1", "--steps=40")
+    first = run_script(SCRIPT, tmp_path, *options, "--data-parallel=1", "--steps=32")
     assert_learnt(first, tmp_path, "2 ranks = pipeline 2, cpu")
-    second = run_in_workers(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last", processes=4)
+    second = run_in_workers(SCRIPT, tmp_path, *options, "--steps=44", "--resume=last", processes=4)
     assert_resumed(second, first, "4 ranks = pipeline 2 × data 2, cpu")
 
 
@@ -90,9 +90,9 @@ def test_the_main_job_learns_prints_a_sample_and_resumes_from_its_checkpoint_in_
 @pytest.mark.launch
 def test_the_main_job_starts_its_four_processes_and_resumes(texts: Path, tmp_path: Path) -> None:
     options, layout = ("--data", str(texts), *OPTIONS), "4 ranks = pipeline 2 × data 2, cpu"
-    first = run_script(SCRIPT, tmp_path, *options, "--steps=40")
+    first = run_script(SCRIPT, tmp_path, *options, "--steps=32")
     assert_learnt(first, tmp_path, layout)
-    assert_resumed(run_script(SCRIPT, tmp_path, *options, "--steps=60", "--resume=last"), first, layout)
+    assert_resumed(run_script(SCRIPT, tmp_path, *options, "--steps=44", "--resume=last"), first, layout)
 
 
 @pytest.fixture
