@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import MambaConfig, MambaForCausalLM
 
 from lightning_megatron import MegatronStrategy
 from tests.generation.scenarios import Talks, prompts
@@ -59,6 +60,18 @@ class Unknown(Talks):
         return self.model.generate(batch, max_new_tokens=2, past_key_values=cache)
 
 
+class KeepsStates(pl.LightningModule):
+    """A model of state spaces, whose layers keep states whatever cache it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "state_size": 4}
+        self.model: Any = MambaForCausalLM(MambaConfig(vocab_size=64, eos_token_id=None, pad_token_id=0, **sizes))
+
+    def predict_step(self, batch: Tensor, index: int) -> Any:
+        return self.model.generate(batch, max_new_tokens=2)
+
+
 class WithGradients(Network):
     """Calls its model outside of a step, with gradients."""
 
@@ -71,6 +84,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "guarded": (Guarded, "`trainer.is_global_zero`"),
     "dropping": (Dropping, "draws random numbers in a step that calls the model repeatedly"),
     "unknown": (Unknown, "cache of class `Odd`"),
+    "states": (KeepsStates, "whatever cache is asked for. Generate with `use_cache=False`"),
     "gradients": (WithGradients, "under `torch.no_grad()`"),
 }
 

@@ -126,8 +126,11 @@ def _check(kind: type, name: str) -> None:
 
 
 def _refuse(kind: str, name: str) -> None:
+    other = 'Generate with a dynamic or a static key-value cache (`cache_implementation="dynamic"`), with'
+    if "LinearAttention" in kind:
+        other = "The model keeps states there whatever cache is asked for. Generate with"
     raise RuntimeError(
         f"`{name}` is called with a cache of class `{kind}`, which is not supported under a pipeline: stages skip "
-        "layers, and only key-value caches can be skipped. Generate with a dynamic or a static key-value cache "
-        '(`cache_implementation="dynamic"`), with `use_cache=False`, or use `pipeline_parallel_size=1`.'
+        f"layers, and only key-value caches can be skipped. {other} `use_cache=False`, or use "
+        "`pipeline_parallel_size=1`."
     )
