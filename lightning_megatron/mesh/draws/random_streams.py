@@ -79,6 +79,7 @@ class SegmentStreams:
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
+        self._entered: set[int] = set()
         self._alike, self._before = False, False
 
     def state_dict(self) -> dict[str, int]:
@@ -126,6 +127,7 @@ class SegmentStreams:
             rows: the samples of each micro-batch.
         """
         before, state = self.step_state, _current_rng_state(self._device)
+        self._entered = set()
         self.step_state, self._alike = absorb(_START, mix(self._seed, self._steps[True], -1), self._replica), True
         try:
             with self._drawing(name, rows):
@@ -256,9 +258,15 @@ class SegmentStreams:
 
     def _enter_known(self, seed: int) -> None:
         """Reseed torch's generators with a known seed."""
+        if self._alike:
+            self._entered.add(seed)
         torch.default_generator.manual_seed(seed)
         if self._on_gpu:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+
+    def is_foreign(self, seed: int) -> bool:
+        """Whether a generator with this seed was seeded by somebody else, in the trial that runs."""
+        return self._alike and bool(self._entered) and seed not in self._entered
 
     def _state_of(self, micro_batch: int) -> int:
         return absorb(self.step_state, 0 if self._alike or self.draws is not None else micro_batch)

@@ -6,10 +6,18 @@ both together gets it again, joined::
 
     part 0      bernoulli_ ──▶ mask [2, 8]  ┐
     part 1      bernoulli_ ──▶ mask [3, 8]  ┴──▶  both   bernoulli_ ──▶ mask [5, 8]
+
+Some draws are no one's to join: an order of the samples, and what a generator gives that the step itself has seeded, or
+that is the user's. For every sample these are other numbers in a batch than in its parts, where each begins anew::
+
+    part 0      randn(2, generator=seeded)  ──▶ a b  ┐
+    part 1      randn(2, generator=seeded)  ──▶ a b  ┴──▶  both   ──▶ a b c d    apart
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PERMUTES = "aten::randperm"  # of two parts joined it is no permutation
+_ORDER = "an order of the samples (`torch.randperm`)"
+_OWN = "from a generator of its own (`generator=`) for every sample"
+_SEEDED = "from torch's generator, which it seeds itself, for every sample"
+_OTHERS = "from Python's or NumPy's generator for every sample"
 _DROPOUT = "aten::native_dropout"
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,12 +42,20 @@ class SameDraws:
     Args:
         joins: number of a run -> the earlier runs whose samples it has, one behind the other.
 
+        is_foreign: whether a seed of torch's generators is none that this package has given.
+
     Attributes:
         narrow: whether anything was computed in a type narrower than float64.
+        apart: what is drawn for every sample and is another number in a part than in the whole; or "".
     """
 
-    def __init__(self, joins: Mapping[int, tuple[int, ...]]) -> None:
-        self.narrow = False
+    def __init__(
+        self, joins: Mapping[int, tuple[int, ...]], is_foreign: Callable[[int], bool] = lambda _: False
+    ) -> None:
+        self.narrow, self.apart = False, ""
+        self._is_foreign = is_foreign
+        self._own: dict[tuple[int, int], list[Tensor]] = {}
+        self._others: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._joins = joins
         self._latest = {part: run for run in sorted(joins) for part in joins[run]}
         self._calls: Counter[int] = Counter()
@@ -46,19 +66,41 @@ class SameDraws:
         """Around each run of a step, numbered ``index``, once per piece of the module."""
         call = self._calls[index]
         self._calls[index] += 1
+        own: list[tuple[str, Tensor]] = []
+        begun = _others()
         if index not in self._joins:
             noted: list[Tensor] = []
             self._drawn[index, call] = noted
-            with self._seeing(_Draws(lambda own: noted.append(own.clone()) or own)):  # type: ignore[func-returns-value]
+            take: Callable[[Tensor], Tensor] = lambda drawn: noted.append(drawn.clone()) or drawn  # type: ignore[func-returns-value]  # noqa: E731
+        else:
+            drawn = [self._drawn.get((part, call), []) for part in self._joins[index]]
+            rows = iter(zip(*drawn, strict=False))
+            take = lambda drawn: _joined(next(rows, ()), drawn)  # noqa: E731
+        try:
+            with self._seeing(_Draws(take, lambda name, drawn: own.append((name, drawn.clone())), self._is_foreign)):
                 yield
+        finally:  # a stage ends its run by raising
+            self._compare(index, call, own, (begun, _others()))
+
+    def _compare(self, index: int, call: int, own: list[tuple[str, Tensor]], others: tuple[Any, Any]) -> None:
+        """Look whether a run has drawn what the parts of its batch have drawn, as far as nothing was joined."""
+        self._own[index, call], self._others[index, call] = [drawn for _, drawn in own], others
+        if index not in self._joins:
             return
-        drawn = [self._drawn.get((part, call), []) for part in self._joins[index]]
-        for part in self._joins[index]:
-            if self._latest[part] == index:
-                self._drawn.pop((part, call), None)
-        rows = iter(zip(*drawn, strict=False))
-        with self._seeing(_Draws(lambda own: _joined(next(rows, ()), own))):
-            yield
+        parts = [(part, call) for part in self._joins[index] if (part, call) in self._own]
+        for (name, drawn), *rows in zip(own, *(self._own[part] for part in parts), strict=False):
+            both = _joined(tuple(rows), drawn)
+            if both is not drawn and not torch.equal(both, drawn):
+                self.apart = self.apart or name
+        for part in parts:
+            alike = self._others[part][0] == others[0]
+            if alike and self._others[part][1] != others[1]:
+                self.apart = self.apart or _OTHERS
+        for done in self._joins[index]:
+            if self._latest[done] == index:
+                self._drawn.pop((done, call), None)
+                self._own.pop((done, call), None)
+                self._others.pop((done, call), None)
 
     @contextmanager
     def _seeing(self, draws: _Draws) -> Iterator[None]:
@@ -81,12 +123,23 @@ def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
     return own
 
 
-class _Draws(TorchDispatchMode):
-    """Lets ``take`` see, and change, every tensor of random numbers."""
+def _others() -> tuple[Any, Any]:
+    """What tells how far Python's and NumPy's generators have come."""
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
+    return hash(random.getstate()), (int(numpy[1][0]), *numpy[2:])
 
-    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+
+class _Draws(TorchDispatchMode):
+    """Lets ``take`` see, and change, every tensor of random numbers; ``look`` sees those that cannot be changed."""
+
+    def __init__(
+        self,
+        take: Callable[[Tensor], Tensor],
+        look: Callable[[str, Tensor], None],
+        is_foreign: Callable[[int], bool],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._take, self.narrow = take, False
+        self._take, self._look, self._is_foreign, self.narrow = take, look, is_foreign, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = dict(kwargs or {})
@@ -102,12 +155,30 @@ class _Draws(TorchDispatchMode):
             return func(*args, **{**given, **({"dropout_p": 0.0} if "dropout_p" in given else {})})
         output = func(*args, **given)
         name = func._schema.name
+        if how := self._not_joined(name, given, output):
+            for drawn in output if isinstance(output, tuple) else (output,):
+                if type(drawn) is Tensor and not drawn.is_meta:
+                    self._look(how, drawn)
+            return output
         if name == _DROPOUT and type(output[1]) is Tensor and args[2]:
             mask = self._take(output[1])
             return args[0] * mask / (1 - args[1]) if args[1] < 1 else output[0], mask
-        if name == _PERMUTES or type(output) is not Tensor or output.is_meta:
+        if type(output) is not Tensor or output.is_meta:
             return output
         drawn = self._take(output)
         if drawn is output:
             return output
         return output.copy_(drawn) if name.endswith("_") else drawn
+
+    def _not_joined(self, name: str, given: Mapping[str, Any], output: Any) -> str:
+        """Why a draw is no one's to join; "" if it may be."""
+        if given.get("generator") is not None:
+            return _OWN
+        if name == _PERMUTES:
+            return _ORDER
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or first.is_meta:
+            return ""
+        on_gpu = first.device.type == "cuda"
+        generator = torch.cuda.default_generators[first.device.index or 0] if on_gpu else torch.default_generator
+        return _SEEDED if self._is_foreign(generator.initial_seed()) else ""

@@ -92,6 +92,7 @@ class Tried:
         stages: of this rank's pipeline.
         counts_as: how many micro-batches the logs of each piece are told that there are.
         around: each run.
+        is_foreign: see :class:`.SameDraws`.
 
     Attributes:
         recorders: by piece, of what it logs.
@@ -107,11 +108,12 @@ class Tried:
         stages: Stages,
         counts_as: int = 1,
         around: AbstractContextManager[Any] | None = None,
+        is_foreign: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._around = nullcontext() if around is None else around
         self._counts_as = counts_as
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
-        self.draws, self._stages, self.failed = SameDraws(joins.joins), stages, ""
+        self.draws, self._stages, self.failed = SameDraws(joins.joins, is_foreign), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self.recorders: list[LogRecorder | None] = [None for _ in joins.pieces]

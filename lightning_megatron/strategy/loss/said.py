@@ -126,7 +126,7 @@ def warn_of_replicas(
     norms = [name for name, child in modules.items() if isinstance(child, _BatchNorm) and child.training]
     values = [spelled(name) for name in mine if not isinstance(modules.get(name[0]), _BatchNorm)]
     unlike = (not now.fits and before.fits) or not before.tried
-    mixes = unlike and not (now.fits or now.stays or found.gathers)
+    mixes = unlike and not (now.fits or now.stays or found.gathers or found.draws)
     if norms and (mixes or len(values) < len(mine)):
         rank_zero_warn(
             f"`{norms[0]}` ({type(modules[norms[0]]).__name__}) computes over the samples of each of the {replicas} "
@@ -151,6 +151,12 @@ def warn_of_replicas(
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
+    if now.draws and not (before.draws or now.stays or found.gathers):
+        rank_zero_warn(
+            f"`training_step` draws {now.draws}. Each of the {replicas} replicas draws for its own samples, where one "
+            "process draws for all of them. `random_streams='layout'` gives every sample its own numbers, if the step "
+            "draws from torch's generators; or pass `whole_batch_loss=False` if each replica's own is meant."
+        )
     if values:
         names = ", ".join(f"`{name}`" for name in values[:_NAMED])
         more = f" and {len(values) - _NAMED} others" if len(values) > _NAMED else ""
@@ -251,6 +257,8 @@ def _why_whole(found: Finding, now: Reading) -> str:
         return "`whole_batch_loss=True`"
     if now.writes:
         return f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
+    if now.draws:
+        return f"`training_step` draws {now.draws}, which the micro-batches of a batch would draw alike"
     if found.failed:
         return f"`training_step` does not run on two micro-batches by themselves ({found.failed})"
     whole, mean = found.numbers

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +60,30 @@ _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _UNSETTLED = 16  # steps in which equal losses are tried again
 _LATE = ("time", "keys", "other")  # why a step is tried that may not be the first of its kind
 _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
+
+
+class _Told(NamedTuple):
+    """What the ranks tell each other of a trial.
+
+    Attributes:
+        own: what :meth:`.OverReplicas.own_values` gives.
+        writes: a value that only the whole batch can write, or "".
+        alone: whether layers may run in micro-batches, and the code around them on the whole batch.
+        unsure: whether how a value comes together does not show yet.
+        of_held: whether the batch has run before.
+        narrow: whether anything was computed in a type narrower than float64.
+        joins: number of joined pieces.
+        draws: what is drawn for every sample anew, or "".
+    """
+
+    own: tuple[list[Name], bool]
+    writes: str
+    alone: bool
+    unsure: bool
+    of_held: bool
+    narrow: bool
+    joins: int
+    draws: str
 
 
 class LossTrials:
@@ -219,7 +243,8 @@ class LossTrials:
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
-        tried = Tried(call, self._recording, traces, joins, self._stages, counts_as=2, around=sees)
+        foreign = self._streams.is_foreign
+        tried = Tried(call, self._recording, traces, joins, self._stages, counts_as=2, around=sees, is_foreign=foreign)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows
@@ -240,25 +265,27 @@ class LossTrials:
         inside |= bool(tried.traces.weights.found)
         alone = self._stages.may_run_around and not inside
         of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
-        given = (own, by_sample), writes, alone, unsure, of_held, tried.draws.narrow, len(joins.joins)
-        told = objects.gather(given, self._mesh.group("world"))
-        found.settle(next((said for _, said, *_ in told if said), ""), exact=not any(narrow for *_, narrow, _ in told))
-        why = "look" if why == "other" and any(held for *_, held, _, _ in told) else why
+        draws = tried.draws
+        mine = _Told((own, by_sample), writes, alone, unsure, of_held, draws.narrow, len(joins.joins), draws.apart)
+        told = objects.gather(mine, self._mesh.group("world"))
+        said = zip(*((one.writes, one.draws) for one in told), strict=True)
+        found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.narrow for one in told))
+        why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
-        self._unsure = any(unsure for *_, unsure, _, _, _ in told)
+        self._unsure = any(one.unsure for one in told)
         if due:  # replicas may have unlike numbers of micro-batches
-            few = min(joined for *_, joined in told) == 1
+            few = min(one.joins for one in told) == 1
             self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
         could, self.around = self.around, False
         if self.replicas is not None:
-            self.replicas.say(before, found, self.reading, [own for own, *_ in told], cut=cut)
+            self.replicas.say(before, found, self.reading, [one.own for one in told], cut=cut)
             other = not self.reading.fits or (before.fits and self.reading.way != before.way)
             if not cut and why == "other" and before.fits and other:
                 warn_of_earlier_steps(self._steps - 1, "replicas'")
-        if cut and self.reading.whole and all(alone for _, _, alone, *_ in told):
+        if cut and self.reading.whole and all(one.alone for one in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart

@@ -166,6 +166,7 @@ class Finding:
         empty: whether a part has no targets, which accounts for that.
         failed: why the step does not run on a part of a batch, or "".
         gathers: whether the step itself gathers or reduces over the replicas.
+        draws: what the step draws for every sample, and micro-batches would draw alike, or "".
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -180,15 +181,17 @@ class Finding:
     empty: bool = False
     failed: str = ""
     gathers: bool = False
+    draws: str = ""
 
-    def settle(self, writes: str, *, exact: bool) -> None:
+    def settle(self, writes: str, draws: str = "", *, exact: bool) -> None:
         """Take over what all ranks have found.
 
         Args:
             writes: see above.
+            draws: likewise.
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
         """
-        self.writes = writes
+        self.writes, self.draws = writes, draws
         for key, ways in self.logs.items():
             strict = exact and key in self.wide
             floor = _ROUNDING[torch.float64] if strict else self.rounding  # below which the usual way is the likeliest
@@ -299,6 +302,7 @@ class Reading:
         stays: whether the user has said that the loss is one of the whole batch.
         opaque: whether no trial has told anything, and the latest found losses that are no finite numbers.
         tried: whether there was a trial: what it has ruled out stays so, however well it fits a later batch.
+        draws: see :class:`Finding`.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -308,6 +312,7 @@ class Reading:
     stays: bool = False
     opaque: bool = False
     tried: bool = False
+    draws: str = ""
 
     def after(self, found: Finding) -> Reading:
         """What is known after a further trial."""
@@ -317,7 +322,8 @@ class Reading:
             fits = {way: max(self.fits[way], off) for way, off in found.fits.items() if way in self.fits}
         logs = _both(self.logs, found.logs)
         opaque = found.opaque and not (self.fits and self.settled)
-        return Reading(fits, self.writes or found.writes, logs, found.tells, self.stays, opaque, tried=True)
+        writes, draws = self.writes or found.writes, self.draws or found.draws
+        return Reading(fits, writes, logs, found.tells, self.stays, opaque, tried=True, draws=draws)
 
     @property
     def within(self) -> dict[str, Any]:
@@ -327,7 +333,7 @@ class Reading:
     @property
     def whole(self) -> bool:
         """Whether the batch has to stay whole."""
-        return self.stays or self.opaque or not self.fits or bool(self.writes)
+        return self.stays or self.opaque or not self.fits or bool(self.writes or self.draws)
 
     @property
     def tells_replicas(self) -> bool:

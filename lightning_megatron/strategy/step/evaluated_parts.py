@@ -153,7 +153,8 @@ class EvaluatedParts:
         context, stages = self._context, self._context.stages
         joins = Joins(batch, parts, beyond)
         traces = Traces(context.module, beside=True)
-        run = Tried(call, context.recording, traces, joins, stages, counts_as=2)
+        foreign = context.streams.is_foreign
+        run = Tried(call, context.recording, traces, joins, stages, counts_as=2, is_foreign=foreign)
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         repeats = stages.repeats
@@ -171,19 +172,21 @@ class EvaluatedParts:
             self._try(known, call, batch, parts, name, beyond)
             return
         why, undecided, known.open = outcome.output
-        told = [(writes, unsure)]
+        told = [(writes, unsure, run.draws.apart)]
         world = context.options.gradients.experts > 1
         for axis in ("world",) if world else ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             told = [each for some in objects.gather(told, context.mesh.group(axis)) for each in some]
-        written = next((writes for writes, _ in told if writes), "")
+        written = next((writes for writes, *_ in told if writes), "")
+        drawn = next((draws for *_, draws in told if draws), "")
         for key, place in zip(kinds, traces.tables(list(kinds)), strict=True):
             known.slots[key] = *place, kinds[key], run.turn(key, context.layers)
         slots, plain = list(known.slots.values()), traces.plain(context.layers)
         last = context.mesh.rank == context.mesh.loss_rank
         known.once = OncePerBatch(context.module, slots, plain, name, may_run_again=last)
-        known.pending = undecided or any(unsure for _, unsure in told)
+        known.pending = undecided or any(unsure for _, unsure, _ in told)
         known.tried_anew += known.pending
         known.whole = why or (f"it writes `{written}`, as only the whole batch can" if written else "")
+        known.whole = known.whole or (f"it draws {drawn}" if drawn else "")
         if not known.whole and known.pending and known.tried_anew >= _UNSETTLED:
             known.whole = "how what it gives comes together does not show"
         if known.whole:
