@@ -152,8 +152,9 @@ class Wire:
             unit: its number.
             value: that does not change any more.
         """
-        self.settle()
         ahead, self._ahead = self._ahead, True
+        if not ahead:  # else the turn's end does, and nothing in a turn waits for others
+            self.settle()
         try:
             self.tell(unit, value, None, [])
         finally:

@@ -33,6 +33,7 @@ from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_f
 from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.hooks.served_calls import may_be_of_some_ranks
 
 _LIBRARY = "transformers.generation."
 _LAYERS = "lightning_megatron.layers."
@@ -98,6 +99,11 @@ class _Ranks:
         self._calls = None if stage is None or trunk not in parts else ModelCalls.of(module, stage)
         self._group = group if any(type(part).__module__.startswith(_LAYERS) for part in parts) else None
 
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether a rank may generate without the others: with all of a model, or in a hook that serves its calls."""
+        return self._calls is None and (self._group is None or may_be_of_some_ranks())
+
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """Around a generation."""
@@ -108,9 +114,10 @@ class _Ranks:
             yield
 
     def first_has(self, has: bool) -> bool:
-        """Whether the first rank has something; tasks of several batches at once are equal on all ranks."""
-        alone = self._calls is None and self._group is None
-        if alone or (self._calls is not None and self._calls.side_by_side):
+        """Whether the first rank has something; tasks of several batches at once are equal on all ranks, and ranks that
+        may generate alone do not ask.
+        """
+        if self.may_be_alone or (self._calls is not None and self._calls.side_by_side):
             return has
         return bool(self.agreed(torch.tensor([has], dtype=torch.uint8, device=self._device())).item())
 
@@ -186,7 +193,7 @@ def _agreeing(model: Any, given: dict[str, Any], ranks: _Ranks) -> dict[str, Any
         given["stopping_criteria"] = StoppingCriteriaList(common)
     processors = list(given.get("logits_processor") or ())
     theirs = [type(processor).__module__.startswith(_LIBRARY) for processor in processors]
-    if not all(theirs):
+    if not (all(theirs) or ranks.may_be_alone):
         agreeing = [each if known else _Agreed(each, ranks) for each, known in zip(processors, theirs, strict=True)]
         given["logits_processor"] = LogitsProcessorList(agreeing)
     return given

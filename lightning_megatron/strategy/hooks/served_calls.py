@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,12 @@ from lightning_megatron.mesh.replaced import Replacements
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
 _COPY = -1.0
+_SERVED: ContextVar[bool] = ContextVar("served", default=False)
+
+
+def may_be_of_some_ranks() -> bool:
+    """Whether the code that runs is a hook's, whose calls of split layers some ranks may make without the others."""
+    return _SERVED.get()
 
 
 class _Call(NamedTuple):
@@ -77,7 +84,11 @@ class ServedCalls:
 
         with Replacements() as replaced:
             replaced.put(nn.Module, "__call__", announcing)
-            yield
+            served = _SERVED.set(True)
+            try:
+                yield
+            finally:
+                _SERVED.reset(served)
 
     def _tell(self, number: float, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Tell the other ranks of a call; returns whether some of them do not make it themselves. Collective.
