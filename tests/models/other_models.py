@@ -236,7 +236,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "hidden_states": Kind(_llama, _text, _all_states),
     "segmentation": Kind(_beit, _segments),
-    "captions": Kind(_llava, _captions),
+    "captions": Kind(_llava, _captions, tolerance=1e-8),
     "answers": Kind(_bert, _answers),
 }
 SPLIT: dict[str, Kind] = {

@@ -77,9 +77,9 @@ def test_a_rehearsal_and_the_planner_say_what_a_real_run_holds_and_sends(setting
         assert found.parameters == real["parameters"]
         for kind in ("weights", "gradients", "optimizer"):
             assert found.bytes_by_kind[kind] == real["bytes"][kind] > 0, kind
-        # A real send may still be under way when a backward begins, and keeps its tensor.
+        # A real send may still be under way when a backward begins, and keeps its tensor; so may small messages.
         sends = sum(entry.bytes * entry.count for entry in found.communication if entry.operation == "send")
-        assert -64 <= real["bytes"]["activations"] - found.bytes_by_kind["activations"] <= sends + 1024
+        assert -64 <= real["bytes"]["activations"] - found.bytes_by_kind["activations"] <= sends + 4096
         assert found.instructions == real["instructions"]
         assert in_step(sent(found)) == in_step(real["communication"])
         stage = found.layout.coordinates(outcome.rank).pipeline

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_megatron.experts.exchange.taking_part import Told
-from lightning_megatron.experts.kinds.inner_cut import InnerCut, find_inner_cut
+from lightning_megatron.experts.kinds.inner_cut import InnerCut, alike, find_inner_cut
 from lightning_megatron.experts.kinds.stacked import (
     LedExperts,
     fill,
@@ -165,7 +165,7 @@ def _compare(module: nn.Module, taken: _Taken, experts: int, parts: int) -> str:
         return "its output is not what each expert makes of each row by itself"
     trained, weighed = [p for p in _own(module) if p.requires_grad], torch.randn_like(whole)
     pairs = [torch.autograd.grad((each * weighed).sum(), trained) for each in (whole, split)] if trained else [(), ()]
-    if not all(torch.allclose(one, other, rtol=near, atol=near) for one, other in zip(*pairs, strict=True)):
+    if not all(alike(one, other) for one, other in zip(*pairs, strict=True)):
         return "the gradients of its parameters are not those of each expert by itself"
     return ""
 

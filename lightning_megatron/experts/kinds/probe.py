@@ -139,6 +139,8 @@ def _compare(
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
     if split.shape != whole.shape or not _alike(whole, split, tolerance):
         return "its output is not the weighted sum of what each expert makes of a token by itself"
+    if torch.is_autocast_enabled(whole.device.type):  # gradients of float32 weights are sums of narrow ones
+        tolerance = _COARSE
     weighed = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)).to(whole.dtype)
     pairs = [torch.autograd.grad((each * weighed).sum(), trained, allow_unused=True) for each in (whole, split)]
     for one, other in zip(*pairs, strict=True) if trained else ():
