@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -51,6 +52,14 @@ def test_backwards_are_those_of_one_process(layout: str, kind: str) -> None:
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
     if layout in ("stages", "alone") and kind != "twice":
         assert (WHOLE in outcomes[0].output) == (kind not in ("reversal", "clamp", "between"))
+
+
+@pytest.mark.parametrize("kind", ["hook", pytest.param("function", marks=pytest.mark.wide), "reversal"])
+@pytest.mark.parametrize("arguments", [PARTS, {}])
+def test_replicas_say_that_code_in_backwards_is_each_ones_own(kind: str, arguments: dict[str, Any]) -> None:
+    first, _ = run_trainers(backwards.train, (1, 2), arguments, kind, devices=2, check=False)
+    said = re.sub(r"\s+", " ", f"{first.error}\n{first.output}")  # a warning is an error here
+    assert ("gradients of its own samples, where one process has those of all" in said) == (kind != "reversal")
 
 
 def test_what_begins_later_and_mixes_is_refused() -> None:

@@ -46,8 +46,7 @@ class BackwardCode:
 
     def __init__(self, module: nn.Module) -> None:
         names = _names(module)
-        functions = "apply" in names and any(map(is_users, defined_functions()))
-        self.mentioned, self.unseen = bool(names & _NAMES) or functions, "register_prehook" in names
+        self.mentioned, self.unseen = _mention(names), "register_prehook" in names
         self.fresh, self.keeps, self.refuses = "", "", ""
         self._seen: set[str] = set()
         self._replaced = Replacements()
@@ -100,6 +99,15 @@ class BackwardCode:
         self._seen.add(line)
         self.fresh = self.fresh or line
         self.keeps = self.keeps or (line if keeps else "")
+
+
+def mentions_backwards(module: nn.Module) -> bool:
+    """Whether code of a module mentions such things, run or not."""
+    return _mention(_names(module))
+
+
+def _mention(names: set[str]) -> bool:
+    return bool(names & _NAMES) or ("apply" in names and any(map(is_users, defined_functions())))
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -20,7 +20,7 @@ from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.lightning.samplers import deals_equally
 from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 from lightning_megatron.strategy.logs.joined import Joint
-from lightning_megatron.strategy.loss.gradient_trials import BackwardTrials
+from lightning_megatron.strategy.loss.gradient_trials import BackwardsOverReplicas, BackwardTrials
 from lightning_megatron.strategy.loss.mixing import MixingTrials
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.skips import Asks, Skips
@@ -87,6 +87,8 @@ class Cuts:
         self.latest = Cut([1.0], float(self._layout.data))
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
+        alone = self._layout.pipeline == 1 and self._options.micro_batch_size == "auto"
+        self._backwards_told = BackwardsOverReplicas(context, asks=self._tries_uncut and alone)
 
     def close(self) -> None:
         """Give back what trials have replaced."""
@@ -167,6 +169,9 @@ class Cuts:
                 self.mixing.retry()
         self.mixing.mixes(call, batch, [batch], first=first)
         self.mixing.counts.agreed([batch])
+        told, replicas = self.trials.reading, self.trials.replicas
+        if first and self._backwards_told.is_due() and not told.whole and replicas is not None:
+            self._backwards_told.look(call, replicas.pieces_of(batch), told.way)
         return self.latest
 
     def _look_at_loaders(self) -> None:

@@ -10,6 +10,7 @@ its own. So where there is such code, two micro-batches are run with their backw
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
@@ -30,9 +31,10 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
-from lightning_megatron.strategy.hooks.backward_code import BackwardCode
+from lightning_megatron.strategy.hooks.backward_code import BackwardCode, mentions_backwards
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
+from lightning_megatron.strategy.loss.over_replicas import TriedParts
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.step.step import Outcome
@@ -229,6 +231,11 @@ class BackwardTrials:
                 "`MegatronStrategy(whole_batch_loss=True)`, with which batches stay whole."
             )
         rank_zero_info(f"{why} ({line}). So that the step is that of one process, each batch runs whole.")
+        if (replicas := self._mesh.layout.data) > 1:
+            rank_zero_warn(
+                f"{why} ({line}). Each of the {replicas} replicas does so with the gradients of its own samples, where "
+                "one process has those of all; pass `whole_batch_loss=False` if each replica's own is meant."
+            )
         return True
 
     def close(self) -> None:
@@ -308,6 +315,64 @@ class BackwardTrials:
             return "", False
         why = f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
         return why, False
+
+
+class BackwardsOverReplicas:
+    """Tells users that code in backwards is another one on each replica, where batches are not cut.
+
+    Such code gets the gradients of a replica's own samples, of its own loss. Where that is the same for samples one by
+    one, the mean over two parts of a batch is the gradient of both at once.
+
+    Args:
+        context: what steps run on.
+        asks: whether replicas' batches are tried at all.
+    """
+
+    def __init__(self, context: StepContext, *, asks: bool) -> None:
+        self._context, self._steps = context, 0
+        mentions = asks and mentions_backwards(context.module) and not has_gradient_hooks(context.module)
+        self._next = 1.0 if asks and all(objects.gather(mentions, context.mesh.group("world"))) else math.inf
+
+    def is_due(self) -> bool:
+        """Whether this step is to be tried; on all ranks alike."""
+        self._steps += 1
+        return self._steps >= self._next
+
+    def look(self, call: Callable[[Any], Any], pieces: TriedParts | None, way: Any) -> None:
+        """Try a step, and say so once. Collective over the world.
+
+        Args:
+            call: the user's step, taking a batch.
+            pieces: of this replica's batch; ``None`` if it has none.
+            way: what the loss is a mean of, as :attr:`.Reading.way` says.
+        """
+        self._next = self._steps * _AGAIN
+        if pieces is None:
+            return
+        module, (one, other) = self._context.module, pieces.parts[:2]
+        both = pieces.whole
+        if len(pieces.parts) > 2:
+            both = samples_of(both, 0, batch_size_of(one) + batch_size_of(other))
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        trial = GradientTrial(self._context, trained, may_fail=True)
+        found = trial.run(call, [one, other, both], [1.0, 1.0, 1.0])
+        count: Callable[[Any], float] = (lambda _: 1.0) if way == "sum" else way or batch_size_of
+        total = 1.0 if way == "sum" else count(both)
+        shares = [count(part) / total if total else 0.0 for part in (one, other)]
+        first, second = (
+            {name: x * share for name, x in each.items()} for each, share in zip(found, shares, strict=False)
+        )
+        dtypes = {parameter.dtype for parameter in trained.values()} | trial.dtypes
+        far = "" if trial.failed else differs(found[2], first, second, tolerance(self._context.device, dtypes))
+        told = objects.gather(far, self._context.mesh.group("world"))
+        if name := next((each for each in told if each), ""):
+            self._next = math.inf
+            rank_zero_warn(
+                f"the gradient of `{name}` for two parts of a batch at once is not the mean of theirs: code of the "
+                f"module runs in backwards. Each of the {self._context.mesh.layout.data} replicas runs it on the "
+                "gradients of its own samples, where one process has those of all; pass `whole_batch_loss=False` if "
+                "each replica's own is meant."
+            )
 
 
 def differs(
