@@ -12,8 +12,8 @@ not after the last one only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -70,6 +70,18 @@ class _Hooked(NamedTuple):
     def places(self) -> list[tuple[Any, dict[int, Any]]]:
         """Where torch looks for hooks, and those that are the user's there."""
         return [(self.parameter._backward_hooks, self.before), (_after(self.parameter), self.after)]
+
+    def take_off(self) -> None:
+        """Take the hooks off their parameter."""
+        for all_hooks, given in self.places():
+            for number in given:
+                del all_hooks[number]
+
+    def put_back(self) -> None:
+        """Put them back."""
+        for all_hooks, given in self.places():
+            if given:
+                all_hooks.update(given)
 
 
 class HookedGradients:
@@ -134,9 +146,7 @@ class HookedGradients:
             )
         self._hooked = hooked
         for entry in hooked:
-            for all_hooks, given in entry.places():
-                for number in given:
-                    del all_hooks[number]
+            entry.take_off()
         self._earlier = sums  # as they were: the sink has scaled its own, to be summed over the ranks again
         for parameter, _ in self._earlier:
             parameter.grad = None
@@ -179,14 +189,25 @@ class HookedGradients:
         """Put the hooks back on their parameters; returns them."""
         hooked, self._hooked = self._hooked, []
         for entry in hooked:
-            for all_hooks, given in entry.places():
-                if given:
-                    all_hooks.update(given)
+            entry.put_back()
         return hooked
 
     def close(self) -> None:
         """Give hooks back after a step that failed."""
         self._put_back()
+
+
+@contextmanager
+def hooks_off(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """While inside, the user's gradient hooks are off some parameters, and none is called."""
+    hooked = [hooks for name, parameter in parameters if (hooks := _Hooked.on(name, parameter)) is not None]
+    for entry in hooked:
+        entry.take_off()
+    try:
+        yield
+    finally:
+        for entry in hooked:
+            entry.put_back()
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:

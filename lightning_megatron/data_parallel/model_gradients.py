@@ -5,8 +5,8 @@ Below it lie the buckets, which know of groups and buffers only; here names, sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
 from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
-from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients
+from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients, hooks_off
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.host_plan import HostPlan
@@ -106,6 +106,13 @@ class ModelGradients:
                 plain, self._module.named_parameters(), self._around_hooks, own=int(plain is self.buckets)
             )
         return self._hooked
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[GradientSink]:
+        """The sink of gradients that are thrown away, while the user's hooks are off their parameters."""
+        with hooks_off(self._module.named_parameters()):
+            sink = self.sink
+            yield sink.sink if isinstance(sink, HookedGradients) else sink
 
     def _around_hooks(self) -> AbstractContextManager[None]:
         if self.windows is not None:

@@ -151,6 +151,16 @@ class Summing(DropIn):
         return self.loss(batch) + router_losses(self, balance=0.3, scope=self.scope)
 
 
+class HookedWeights(DropIn):
+    """Divides gradients of routers and of the embedding by something of their norms, which is no sum over samples."""
+
+    def on_fit_start(self) -> None:
+        routers = [weight for name, weight in self.named_parameters() if "router" in name]
+        assert routers
+        for weight in [self.embed.weight, *routers]:
+            weight.register_hook(lambda gradient: gradient / (0.1 + gradient.norm()))
+
+
 class Multiplied(DropIn):
     """Multiplies its loss by what balances the experts, so that the whole batch's is not a sum."""
 
@@ -493,6 +503,7 @@ MODULES = {
     "summing": Summing,
     "summing_by_sequence": SummingBySequence,
     "unbalanced": Unbalanced,
+    "hooked_weights": HookedWeights,
     "multiplied": Multiplied,
     "masked": Masked,
     "late": Late,

@@ -23,12 +23,15 @@ ROWS: list[Any] = [
     ("drop_in", 2, STAGES, {}),
     ("balanced_Mixtral", 4, PIPE, {}),
     ("masked", 2, {"micro_batch_size": 3, **DRAWN}, {}),
+    ("hooked_weights", 2, STAGES, {}),
     *(
         pytest.param(*row, marks=WIDE)
         for row in (
             ("drop_in", 1, {"micro_batch_size": 5}, {}),
             ("drop_in", 2, {"micro_batch_size": 2, "optimizer_sharding": False}, TWICE),
             ("drop_in", 4, ZB, {}),
+            ("hooked_weights", 4, ZB, {}),
+            ("hooked_weights", 2, {"micro_batch_size": 5}, TWICE),
             ("drop_in", 4, {**PIPE, "pipeline_schedule": "interleaved"}, TWICE),
             ("drop_in", 4, {**STAGES, "tensor_parallel_size": 2}, {}),
             ("drop_in", 4, {**PIPE, "weight_sharding": True}, {}),

@@ -124,8 +124,14 @@ class Backwards(TokenTask):
     """Trains on losses that are means over samples, but for one."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(Net(kind))
+        super().__init__(Net(kind.removeprefix("weights_")))
         self.kind = kind
+
+    def on_fit_start(self) -> None:
+        """Hooks on weights, for kinds beside them: they run once, on the whole gradient."""
+        if self.kind.startswith("weights_"):
+            for weight in (self.net.head.weight, self.net.layers[1].up.weight):
+                weight.register_hook(by_norm)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """As the task does."""
@@ -176,6 +182,8 @@ KINDS = (
     "clamp",
     "between",
     "twice",
+    "weights_reversal",
+    "weights_hook",
 )
 
 

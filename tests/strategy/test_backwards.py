@@ -28,7 +28,10 @@ QUICK |= {
     ("stages", "node"),
     ("zb-v", "negatives"),
     ("stages", "between"),
+    ("stages", "weights_reversal"),
+    ("alone", "weights_hook"),
 }
+APART = ("reversal", "weights_reversal", "clamp", "between")
 WHOLE = "each batch runs whole"
 
 
@@ -51,15 +54,17 @@ def test_backwards_are_those_of_one_process(layout: str, kind: str) -> None:
         found = list(differences("", seen, wanted, 1e-9))
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
     if layout in ("stages", "alone") and kind != "twice":
-        assert (WHOLE in outcomes[0].output) == (kind not in ("reversal", "clamp", "between"))
+        assert (WHOLE in outcomes[0].output) == (kind not in APART)
 
 
-@pytest.mark.parametrize("kind", ["hook", pytest.param("function", marks=pytest.mark.wide), "reversal"])
+@pytest.mark.parametrize(
+    "kind", ["hook", "weights_hook", pytest.param("function", marks=pytest.mark.wide), "reversal", "weights_reversal"]
+)
 @pytest.mark.parametrize("arguments", [PARTS, {}])
 def test_replicas_say_that_code_in_backwards_is_each_ones_own(kind: str, arguments: dict[str, Any]) -> None:
     first, _ = run_trainers(backwards.train, (1, 2), arguments, kind, devices=2, check=False)
     said = re.sub(r"\s+", " ", f"{first.error}\n{first.output}")  # a warning is an error here
-    assert ("gradients of its own samples, where one process has those of all" in said) == (kind != "reversal")
+    assert ("gradients of its own samples, where one process has those of all" in said) == (kind not in APART)
 
 
 def test_what_begins_later_and_mixes_is_refused() -> None:

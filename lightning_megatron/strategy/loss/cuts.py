@@ -154,7 +154,9 @@ class Cuts:
         if first and not (repeats is not None and repeats.includes("training_step")):  # whose batches are whole
             total = 1.0 if cut.sums else sum(cut.weights[:2])
             scales = [weight / total for weight in cut.weights[:2]]
-            if self.backwards.mixes(call, batch, parts, scales, around=bool(cut.layers)):
+            with counts.aside():
+                mixed = self.backwards.mixes(call, batch, parts, scales, around=bool(cut.layers))
+            if mixed:
                 self.trials.keep_whole()
                 parts, cut = self._cut(call, batch, split)
         return parts, cut
@@ -171,7 +173,8 @@ class Cuts:
         self.mixing.counts.agreed([batch])
         told, replicas = self.trials.reading, self.trials.replicas
         if first and self._backwards_told.is_due() and not told.whole and replicas is not None:
-            self._backwards_told.look(call, replicas.pieces_of(batch), told.way)
+            with self.mixing.counts.aside(always=True):
+                self._backwards_told.look(call, replicas.pieces_of(batch), told.way)
         return self.latest
 
     def _look_at_loaders(self) -> None:

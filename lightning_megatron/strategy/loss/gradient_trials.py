@@ -21,7 +21,6 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.mesh.batches import batch_size_of, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.draws.same_draws import SameDraws
@@ -111,14 +110,15 @@ class GradientTrial:
             scales: factors of their losses.
         """
         context, found = self._context, list[dict[str, Tensor]]()
-        sink, stages = context.gradients.sink, context.stages
+        stages = context.stages
         call = context.experts.ending(call) if context.mesh.layout.pipeline == 1 else call
 
         def step(piece: Any, _: int) -> Any:
             return self._step(call, piece, len(found))
 
         schedule = context.schedule(1, forward_only=False)
-        with context.streams.trial(), stages.running(pieces[-1], 1, training=False) as executor:
+        running = stages.running(pieces[-1], 1, training=False)
+        with context.streams.trial(), context.gradients.without_hooks() as sink, running as executor:
             sizes = [batch_size_of(piece) for piece in pieces]
             dealt = [*Deal().rows(sizes[:2]), *Deal().rows(sizes[2:])]
             for piece, rows, scale in zip(pieces, dealt, scales, strict=True):
@@ -128,10 +128,36 @@ class GradientTrial:
                 named = self._parameters.items()
                 found.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
                 self._undo_backward()
-        sink.begin(fresh=True, reduce=False)
+            sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL_WITH_BACKWARD)
         stages.settle()
         return found if self._sums is None else [self._summed(each, self._sums) for each in found]
+
+    def differing(
+        self,
+        call: Callable[[Any], Any],
+        parts: Sequence[Any],
+        both: Any,
+        *,
+        scales: Sequence[float] = (1.0, 1.0),
+        shares: Sequence[float] = (1.0, 1.0),
+    ) -> str:
+        """The first parameter whose gradient of two parts at once is not the sum of theirs; "" if there is none.
+
+        Args:
+            call: the user's step, taking a (micro-)batch.
+            parts: two; or one, which differs from nothing.
+            both: their samples at once, or more.
+            scales: factors of the parts' losses.
+            shares: factors of the gradients that their backwards give.
+        """
+        if len(parts) == 1:
+            self.run(call, parts, [1.0])
+            return ""
+        both = samples_of(both, 0, sum(map(batch_size_of, parts)))
+        *found, whole = self.run(call, [*parts, both], [*scales, 1.0])
+        dtypes = {parameter.dtype for parameter in self._parameters.values()} | self.dtypes
+        return "" if self.failed else differs(whole, found, tolerance(self._context.device, dtypes), shares)
 
     def _summed(self, found: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
         named = self._parameters.items()
@@ -282,8 +308,7 @@ class BackwardTrials:
     def _any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
         flag = torch.tensor(int(here), device=self._context.device)
-        said = raw_all_reduce(flag, self._mesh.group("world"), maximum=True)
-        return bool(int(said))
+        return bool(int(raw_all_reduce(flag, self._mesh.group("world"), maximum=True)))
 
     def _try(
         self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], scales: Sequence[float], *, around: bool
@@ -292,29 +317,20 @@ class BackwardTrials:
         module, pieces = self._context.module, list(parts[:2])
         if self._code is not None and self._code.keeps:
             return "the gradient of an activation is kept, and that of a micro-batch is another one", False
-        if self._any(has_gradient_hooks(module)):
-            return "code runs in backwards, beside gradient hooks of parameters", False
-        if len(pieces) > 1:
-            pieces.append(samples_of(batch, 0, sum(map(batch_size_of, pieces))))
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         trial = GradientTrial(self._context, trained, alike=self._context.options.gradients.experts == 1)
-        found = trial.run(call, pieces, [*scales, 1.0] if len(pieces) > 1 else [1.0])
+        far = trial.differing(call, pieces, batch, scales=scales)
         outside = [name for name in trial.wrote if name[0] not in Parts(self._context.layers)]
         if trial.wrote:
             name = ".".join(str(part) for part in (outside or trial.wrote)[0] if part not in ("", None))
             why = f"a backward writes `{name}`, which the backwards of micro-batches would write several times"
             return why, bool(outside) and self._mesh.rank != self._mesh.loss_rank
-        if len(found) == 1:
+        if len(pieces) == 1:
             runs = self._code is not None and self._code.runs
             why = "code runs in backwards, and only the layers run in micro-batches"
             return why if around and runs else "", False
-        one, other, whole = found
-        dtypes = {parameter.dtype for parameter in trained.values()} | trial.dtypes
-        far = differs(whole, one, other, tolerance(self._context.device, dtypes))
-        if not far:
-            return "", False
         why = f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
-        return why, False
+        return why if far else "", False
 
 
 class BackwardsOverReplicas:
@@ -330,7 +346,7 @@ class BackwardsOverReplicas:
 
     def __init__(self, context: StepContext, *, asks: bool) -> None:
         self._context, self._steps = context, 0
-        mentions = asks and mentions_backwards(context.module) and not has_gradient_hooks(context.module)
+        mentions = asks and mentions_backwards(context.module)
         self._next = 1.0 if asks and all(objects.gather(mentions, context.mesh.group("world"))) else math.inf
 
     def is_due(self) -> bool:
@@ -349,21 +365,12 @@ class BackwardsOverReplicas:
         self._next = self._steps * _AGAIN
         if pieces is None:
             return
-        module, (one, other) = self._context.module, pieces.parts[:2]
-        both = pieces.whole
-        if len(pieces.parts) > 2:
-            both = samples_of(both, 0, batch_size_of(one) + batch_size_of(other))
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        trial = GradientTrial(self._context, trained, may_fail=True)
-        found = trial.run(call, [one, other, both], [1.0, 1.0, 1.0])
-        count: Callable[[Any], float] = (lambda _: 1.0) if way == "sum" else way or batch_size_of
-        total = 1.0 if way == "sum" else count(both)
-        shares = [count(part) / total if total else 0.0 for part in (one, other)]
-        first, second = (
-            {name: x * share for name, x in each.items()} for each, share in zip(found, shares, strict=False)
-        )
-        dtypes = {parameter.dtype for parameter in trained.values()} | trial.dtypes
-        far = "" if trial.failed else differs(found[2], first, second, tolerance(self._context.device, dtypes))
+        parts = pieces.parts[:2]
+        trained = {name: p for name, p in self._context.module.named_parameters() if p.requires_grad}
+        counts = [1.0, 1.0] if way == "sum" else [float((way or batch_size_of)(part)) for part in parts]
+        total = 1.0 if way == "sum" else sum(counts) or 1.0
+        shares = [count / total for count in counts]
+        far = GradientTrial(self._context, trained, may_fail=True).differing(call, parts, pieces.whole, shares=shares)
         told = objects.gather(far, self._context.mesh.group("world"))
         if name := next((each for each in told if each), ""):
             self._next = math.inf
@@ -376,15 +383,18 @@ class BackwardsOverReplicas:
 
 
 def differs(
-    whole: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float
+    whole: Mapping[str, Tensor],
+    parts: Sequence[Mapping[str, Tensor]],
+    tolerance: float,
+    shares: Sequence[float] = (1.0, 1.0),
 ) -> str:
-    """The first parameter whose gradient of a batch is not the sum of those of its parts."""
+    """The first parameter whose gradient of a batch is not the sum of shares of those of its parts."""
     norms = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
     least = _SMALL * max(norms.values(), default=0.0)
     for name, gradient in whole.items():
         rest = gradient.double()
-        for part in (one, other):
-            rest = rest - part[name].double() if name in part else rest
+        for part, share in zip(parts, shares, strict=True):
+            rest = rest - part[name].double() * share if name in part else rest
         if not float(rest.norm()) <= tolerance * max(norms[name], least):
             return name
     return ""

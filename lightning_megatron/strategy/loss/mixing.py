@@ -24,7 +24,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_megatron.data_parallel.gradient_hooks import has_gradient_hooks
 from lightning_megatron.experts.balance.added import AddedLosses
 from lightning_megatron.experts.balance.balancing import BalancingLosses, KeptLogits, balances, collect_once
 from lightning_megatron.experts.balance.bias import OwnBiases
@@ -149,8 +148,6 @@ class MixingTrials:
     def begin(self) -> None:
         """Called at the start of a batch, before anything is tried."""
         self._own.samples = None
-        if self.counts.may and not self.counts.used:
-            self.counts.may = not has_gradient_hooks(self._module)  # with which nothing is tried
 
     def retry(self) -> None:
         """Called where a phase of training begins, in which another loss may be computed: the step is tried."""
@@ -169,7 +166,6 @@ class MixingTrials:
         if self._found or not self._has_routers or self._steps < self._next or not first:
             return False
         pieces = _pieces(batch, parts) if len(parts) > 1 or self._mesh.layout.pipeline == 1 else []
-        pieces = [] if has_gradient_hooks(self._module) else pieces
         world = self._mesh.group("world")
         if not all(objects.gather(bool(pieces), world)):
             pieces = self._borrowed(batch) if self._mesh.layout.pipeline == 1 and not self._cuts else []
@@ -216,7 +212,7 @@ class MixingTrials:
         told = objects.gather(map_tensors(batch, Tensor.cpu), self._mesh.group("data_parallel"))[:2]
         one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
         both = joined(one, other)
-        return [] if both is None or has_gradient_hooks(self._module) else [one, other, both]
+        return [] if both is None else [one, other, both]
 
     def close(self) -> None:
         """Give back what was replaced in models."""

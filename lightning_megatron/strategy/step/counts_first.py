@@ -114,10 +114,10 @@ class CountsFirst:
             self.at(piece if piece < 2 else None)
 
         trial = GradientTrial(self._context, routers, around=around, at=at)
-        one, other, both = trial.run(call, pieces, [*(weight / total for weight in weights), 1.0])
+        *found, both = trial.run(call, pieces, [*(weight / total for weight in weights), 1.0])
         at(0)
         self.forget()
-        return not differs(both, one, other, tolerance)
+        return not differs(both, found, tolerance)
 
     def agreed(self, parts: Sequence[Any]) -> bool:
         """Whether a pass of counts goes before this step: where no replica's batch is too small to be cut. Collective
