@@ -77,6 +77,8 @@ class OwnOptions(Decoder):
             {"stopping_criteria": [lambda ids, _: len(ids[0]) > 7]} if first else {},
             {"stopping_criteria": [lambda ids, _: draws.random() < 0.3]},
             {"logits_processor": [lambda ids, scores: scores + 20 * _like(scores, draws)]},
+            {"logits_processor": [lambda ids, scores: -scores]} if first else {},
+            {} if first else {"logits_processor": [lambda ids, scores: -scores]},
         ]
         return [self.model.generate(batch, max_new_tokens=NEW, do_sample=False, **given) for given in own]
 

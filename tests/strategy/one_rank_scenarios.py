@@ -93,6 +93,41 @@ def _uncached(trainer: Any, module: Any) -> Any:
     return None
 
 
+def _alone_and_together(trainer: Any, module: Any) -> Any:
+    """The model with samples of one rank's own, and by all ranks with others."""
+    with torch.no_grad():
+        own = module.net(TOKENS.flip(1)).argmax(-1) if trainer.is_global_zero else None
+        return own, _logits(module).softmax(-1).amax(-1)
+
+
+def _own_ends(trainer: Any, module: Any) -> Any:
+    """Generations by all ranks, each with its own criteria and scores; the first one's hold."""
+    first, given = trainer.is_global_zero, {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ends: dict[str, Any] = {"stopping_criteria": [lambda ids, scores: ids.shape[1] > 9 + 2 * (not first)]}
+    least: dict[str, Any] = {"logits_processor": [lambda ids, scores: -scores if first else 2 * scores]}
+    own: list[dict[str, Any]] = [ends, ends if first else {}, {} if first else ends, least, least if first else {}]
+    with torch.no_grad():
+        found = [module.net.generate(TOKENS, **given, **more) for more in (*own, {} if first else least)]
+    return found
+
+
+def _ends_alone(trainer: Any, module: Any) -> Any:
+    """A generation by one rank, without a cache, with a criterion of its own."""
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": False}
+    if trainer.is_global_zero:
+        with torch.no_grad():
+            return module.net.generate(TOKENS, stopping_criteria=[lambda ids, _: ids.shape[1] > 9], **given)
+    return None
+
+
+def _generates_elsewhere(trainer: Any, module: Any) -> Any:
+    with torch.no_grad():
+        if trainer.is_global_zero:
+            module.net.generate(TOKENS, max_new_tokens=3, use_cache=False)
+        else:
+            module.net(TOKENS)
+
+
 def _mixture(trainer: Any, module: Any) -> Any:
     """A layer of experts, on one rank."""
     if trainer.is_global_zero:
@@ -113,9 +148,16 @@ LOOKS: dict[str, Look] = {
         _others,
         _cached,
         _uncached,
+        _alone_and_together,
+        _own_ends,
+        _ends_alone,
+        _generates_elsewhere,
         _mixture,
     )
 }
+
+
+_GENERATE = ("cached", "uncached", "own_ends", "ends_alone", "generates_elsewhere")
 
 
 class Looks(Callback):
@@ -149,7 +191,7 @@ def fit(info: RankInfo, name: str, arguments: dict[str, Any] | None) -> Any:
     module: Any = (
         built("selected")
         if name == "mixture"
-        else Nets(hugging_face("llama") if name in ("cached", "uncached") else LearnedPositions())
+        else Nets(hugging_face("llama") if name in _GENERATE else LearnedPositions())
     )
     data = {"datamodule": Data("selected")} if name == "mixture" else {}
     strategy: Any = "auto" if arguments is None else MegatronStrategy(**arguments)

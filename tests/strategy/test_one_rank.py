@@ -13,13 +13,20 @@ from tests.strategy.one_rank_scenarios import fit
 WIDE = pytest.mark.wide
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
+REPLICAS: dict[str, Any] = {**TENSOR, "data_parallel_size": 2}
 ROWS: list[Any] = [
     ("in_evaluation", TENSOR, 2),
     ("by_all", TENSOR, 2),
     ("mixture", {"expert_parallel_size": 2}, 2),
+    ("own_ends", TENSOR, 2),
+    ("alone_and_together", TENSOR, 2),
+    pytest.param("ends_alone", TENSOR, 2, marks=WIDE),
     *(pytest.param(name, SEQUENCE, 2, marks=WIDE) for name in ("in_evaluation", "twice", "by_all")),
     *(pytest.param(name, TENSOR, 2, marks=WIDE) for name in ("layer_by_keyword", "twice", "uncached")),
-    *(pytest.param(name, {**TENSOR, "data_parallel_size": 2}, 4, marks=WIDE) for name in ("in_evaluation", "twice")),
+    *(
+        pytest.param(name, {**TENSOR, "data_parallel_size": 2}, 4, marks=WIDE)
+        for name in ("in_evaluation", "twice", "own_ends")
+    ),
     pytest.param("mixture", {"expert_parallel_size": 2, **TENSOR}, 4, marks=WIDE),
 ]
 
@@ -39,6 +46,7 @@ def test_a_call_on_one_rank_gives_what_one_process_gets(name: str, arguments: di
     ("name", "said"),
     [
         ("cached", "calls `LlamaForCausalLM` on some ranks only, with a `DynamicCache` among its arguments"),
+        ("generates_elsewhere", "calls `generate` and `net` on rank 0 and 1;"),
         ("others", "calls `net.layers.0` and `net.layers.1` on rank 0 and 1;"),
         pytest.param("copy", "calls a copy of a layer on rank 0;", marks=WIDE),
     ],

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -33,11 +33,12 @@ from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_f
 from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.hooks.served_calls import may_be_of_some_ranks
+from lightning_megatron.strategy.hooks.served_calls import serving
 
 _LIBRARY = "transformers.generation."
 _LAYERS = "lightning_megatron.layers."
 _TAG = (1 << 20) + 11
+_ENDS, _SCORES = 1, 2
 
 
 def agree_on_stops(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -99,11 +100,6 @@ class _Ranks:
         self._calls = None if stage is None or trunk not in parts else ModelCalls.of(module, stage)
         self._group = group if any(type(part).__module__.startswith(_LAYERS) for part in parts) else None
 
-    @property
-    def may_be_alone(self) -> bool:
-        """Whether a rank may generate without the others: with all of a model, or in a hook that serves its calls."""
-        return self._calls is None and (self._group is None or may_be_of_some_ranks())
-
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """Around a generation."""
@@ -113,13 +109,20 @@ class _Ranks:
         with self._calls.together_with_others("generate"):
             yield
 
-    def first_has(self, has: bool) -> bool:
-        """Whether the first rank has something; tasks of several batches at once are equal on all ranks, and ranks that
-        may generate alone do not ask.
+    def first_says(self, said: int) -> tuple[int, bool]:
+        """What the first rank says of its generation, and whether all of these ranks generate together.
+
+        Tasks of several batches at once are equal on all ranks, and need not ask. In a hook whose calls are served,
+        some ranks may generate alone.
         """
-        if self.may_be_alone or (self._calls is not None and self._calls.side_by_side):
-            return has
-        return bool(self.agreed(torch.tensor([has], dtype=torch.uint8, device=self._device())).item())
+        if self._calls is None and self._group is None:
+            return said, False
+        if self._calls is not None and self._calls.side_by_side:
+            return said, True
+        if self._calls is None and self._group is not None and (hook := serving()) is not None:
+            first = hook.all_generate(said, dist.get_process_group_ranks(self._group))
+            return (said, False) if first is None else (first, True)
+        return int(self.agreed(torch.tensor([said], dtype=torch.uint8, device=self._device())).item()), True
 
     def agreed(self, answer: Tensor) -> Tensor:
         """The answer of the first rank."""
@@ -139,19 +142,18 @@ class _Agreed:
     """A processor of scores that gives those of the first rank.
 
     Args:
-        asks: what each rank asks itself.
         ranks: that agree.
     """
 
-    def __init__(self, asks: Callable[..., Tensor], ranks: _Ranks) -> None:
-        self._asks, self._ranks = asks, ranks
+    def __init__(self, ranks: _Ranks) -> None:
+        self._ranks = ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Agreed:
-        return _Agreed(copy.deepcopy(self._asks, memo), self._ranks)
+        return _Agreed(self._ranks)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores, ``[rows, vocabulary]``."""
-        return self._ranks.agreed(self._asks(input_ids, scores).detach())
+        return self._ranks.agreed(scores.detach())
 
 
 class _AnyOf:
@@ -180,22 +182,24 @@ def _agreeing(model: Any, given: dict[str, Any], ranks: _Ranks) -> dict[str, Any
     """The arguments of a generation, with criteria and processors that agree."""
     from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 
-    criteria, given = list(given.get("stopping_criteria") or ()), dict(given)
+    criteria, processors = list(given.get("stopping_criteria") or ()), list(given.get("logits_processor") or ())
     mine = [criterion for criterion in criteria if not _looks_at_tokens_only(criterion)]
+    known = [processor for processor in processors if type(processor).__module__.startswith(_LIBRARY)]
     most = _time_of(model, given)
+    said = _ENDS * bool(mine or most is not None) | _SCORES * (len(known) < len(processors))
+    first, together = ranks.first_says(said)
+    if not together or not (said or first):
+        return given
+    given = dict(given)
     if most is not None:
         given["max_time"] = math.inf
         mine.append(MaxTimeCriteria(most))
     common: list[Any] = [criterion for criterion in criteria if _looks_at_tokens_only(criterion)]
-    if ranks.first_has(bool(mine)):
+    if first & _ENDS:
         common.append(_AnyOf(mine, ranks))
-    if common or criteria:
-        given["stopping_criteria"] = StoppingCriteriaList(common)
-    processors = list(given.get("logits_processor") or ())
-    theirs = [type(processor).__module__.startswith(_LIBRARY) for processor in processors]
-    if not (all(theirs) or ranks.may_be_alone):
-        agreeing = [each if known else _Agreed(each, ranks) for each, known in zip(processors, theirs, strict=True)]
-        given["logits_processor"] = LogitsProcessorList(agreeing)
+    given["stopping_criteria"] = StoppingCriteriaList(common)
+    agreeing: list[Any] = [*processors, _Agreed(ranks)] if first & _SCORES else known
+    given["logits_processor"] = LogitsProcessorList(agreeing)
     return given
 
 

@@ -12,30 +12,35 @@ What a layer gives is whole in such a hook, also where all ranks call it: ``prin
 from __future__ import annotations
 
 import functools
+import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.layers.whole.base import WholeTensor
 from lightning_megatron.layers.whole.between_steps import WholeView, refuse_backward
 from lightning_megatron.layers.whole.rounds import CALL
 from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.mesh.layout import Coordinates, Layout
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.replaced import Replacements
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
 _COPY = -1.0
-_SERVED: ContextVar[bool] = ContextVar("served", default=False)
+_GENERATION = -16.0  # and above it, what a rank says of its own
+_SERVED: ContextVar[ServedCalls | None] = ContextVar("served", default=None)
 
 
-def may_be_of_some_ranks() -> bool:
-    """Whether the code that runs is a hook's, whose calls of split layers some ranks may make without the others."""
+def serving() -> ServedCalls | None:
+    """What serves the hook that runs, whose calls of split layers some ranks may make without the others."""
     return _SERVED.get()
 
 
@@ -56,10 +61,11 @@ class ServedCalls:
     Args:
         module: the whole module, with the same parts on all ranks of the view.
         view: what hooks see.
+        layout: of the ranks; those of a tensor group are given the same arguments.
     """
 
-    def __init__(self, module: nn.Module, view: WholeView) -> None:
-        self._view, self._group = view, view.rounds.group
+    def __init__(self, module: nn.Module, view: WholeView, layout: Layout) -> None:
+        self._view, self._group, self._layout = view, view.rounds.group, layout
         self._parts = {name: part for name, part in module.named_modules() if view.holds(part)}
         self._numbers = {id(part): float(number) for number, part in enumerate(self._parts.values())}
         view.rounds.serve = self._answer
@@ -84,11 +90,29 @@ class ServedCalls:
 
         with Replacements() as replaced:
             replaced.put(nn.Module, "__call__", announcing)
-            served = _SERVED.set(True)
+            served = _SERVED.set(self)
             try:
                 yield
             finally:
                 _SERVED.reset(served)
+
+    def all_generate(self, said: int, ranks: Sequence[int]) -> int | None:
+        """Tell the other ranks that this one begins to generate. Collective, as a call is.
+
+        Args:
+            said: of this rank's generation, below 8.
+            ranks: global ranks that hold the model.
+
+        Returns:
+            What the first of those ranks says; ``None`` where some of them do not generate.
+
+        Raises:
+            RuntimeError: another rank calls a part of the module instead.
+        """
+        _, notes = self._view.rounds.ask(CALL, _GENERATION + said, self._view.device)
+        self._check([(rank, called) for rank, (asked, called) in enumerate(notes) if asked == CALL])
+        theirs = [notes[dist.get_group_rank(self._group, rank)] for rank in ranks]
+        return int(theirs[0][1] - _GENERATION) if all(asked == CALL for asked, _ in theirs) else None
 
     def _tell(self, number: float, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Tell the other ranks of a call; returns whether some of them do not make it themselves. Collective.
@@ -97,11 +121,16 @@ class ServedCalls:
             RuntimeError: not all of those that make one call the same part, or its arguments hold something that
                 another rank has no equal of, such as a cache; on all ranks.
         """
-        _, notes = self._view.rounds.ask(CALL, number, self._view.device)
-        calls = [(rank, called) for rank, (asked, called) in enumerate(notes) if asked == CALL]
-        if len(calls) == len(notes) and len({called for _, called in calls}) == 1:
-            return False
-        self._check(calls)
+        note = number if number == _COPY else number + _checksum((args, kwargs))
+        while True:
+            _, notes = self._view.rounds.ask(CALL, note, self._view.device)
+            calls = [(rank, called) for rank, (asked, called) in enumerate(notes) if asked == CALL]
+            if len(calls) == len(notes) and self._are_alike(calls):
+                return False
+            self._check(calls)
+            if note == calls[0][1]:
+                break
+            self._answer(calls)  # the same part with other arguments; it is this rank's turn afterwards
         first, given = calls[0][0], None
         if self._group.rank() == first:
             strange = next(_strangers((args, kwargs)), None)
@@ -110,6 +139,14 @@ class ServedCalls:
             raise RuntimeError(given)
         return True
 
+    def _are_alike(self, calls: Sequence[tuple[int, float]]) -> bool:
+        """Whether ranks call the same part, those of a tensor group with the same arguments."""
+        groups: dict[Coordinates, set[float]] = {}
+        for rank, note in calls:
+            at = self._layout.coordinates(dist.get_global_rank(self._group, rank))
+            groups.setdefault(replace(at, tensor=0), set()).add(note)
+        return len({_kind_of(note) for _, note in calls}) == 1 and all(len(notes) == 1 for notes in groups.values())
+
     def _answer(self, calls: Sequence[tuple[int, float]]) -> None:
         """Make a call that other ranks have announced. Collective.
 
@@ -117,7 +154,9 @@ class ServedCalls:
             RuntimeError: as for those.
         """
         self._check(calls)
-        first, number = calls[0]
+        first, number = calls[0][0], _kind_of(calls[0][1])
+        if number == _GENERATION:
+            return  # its calls are announced one by one
         call = self._broadcast(None, first)
         if isinstance(call, str):
             raise RuntimeError(call)
@@ -136,12 +175,11 @@ class ServedCalls:
         return objects.broadcast(value, dist.get_global_rank(self._group, first), self._group)
 
     def _check(self, calls: Sequence[tuple[int, float]]) -> None:
-        numbers = {number for _, number in calls}
+        numbers = {_kind_of(number) for _, number in calls}
         if len(numbers) > 1 or _COPY in numbers:
-            names = list(self._parts)
-            said = [
-                f"`{names[int(n)] or 'the module'}`" if n != _COPY else "a copy of a layer" for n in sorted(numbers)
-            ]
+            names = {float(at): f"`{name or 'the module'}`" for at, name in enumerate(self._parts)}
+            names |= {_COPY: "a copy of a layer", _GENERATION: "`generate`"}
+            said = [names[number] for number in sorted(numbers)]
             ranks = " and ".join(str(dist.get_global_rank(self._group, rank)) for rank, _ in calls)
             raise RuntimeError(
                 f"`{self._view.hook}` calls {' and '.join(said)} on rank {ranks}; {self._group.size()} ranks hold "
@@ -155,6 +193,24 @@ class ServedCalls:
             f"arguments; {self._group.size()} ranks hold parts of the weights, and the others have no such object. "
             "Call it on every rank, and put `if trainer.is_global_zero` around what is done with the result."
         )
+
+
+def _kind_of(note: float) -> float:
+    """The number of what is called."""
+    return _GENERATION if note < _COPY else math.floor(note)
+
+
+def _checksum(value: Any) -> float:
+    """Of the arguments of a call, below 1; objects count by their kind."""
+    found = 0
+    for leaf in tree_leaves(value):
+        told = repr(leaf) if type(leaf) in _PLAIN else type(leaf).__name__
+        if isinstance(leaf, Tensor):
+            numbers = leaf.detach().cpu().contiguous()
+            told = f"{numbers.dtype} {tuple(numbers.shape)}"
+            found = zlib.crc32(numbers.view(-1).view(torch.uint8).numpy().tobytes(), found)
+        found = zlib.crc32(told.encode(), found)
+    return found / 2**32
 
 
 def _made_whole(tensor: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class WholeHooks:
             elif name in tensor.table and tensor.table[name].sums_gradient:
                 self.steps.add(parameter, None)
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
-        self._served_calls = ServedCalls(module, self.view)
+        self._served_calls = ServedCalls(module, self.view, mesh.layout)
         self._layers = LayerHooks(module, split, group.size(), report is not None and report.sequence_parallel)
         self.steps.watch(module, _is_compiled, self._layers.called, is_led)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
