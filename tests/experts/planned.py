@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tests.experts.strangers import EXPERTS, WIDTH
 
@@ -99,12 +100,89 @@ class Reaches(nn.Module):
         return torch.einsum("ehg,bte,btg->bth", second, sparse, torch.einsum("bth,ehg->btg", x, first).tanh())
 
 
+class Bank(nn.Module):
+    """Stacked experts, found by their structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 24) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 24, WIDTH) * 0.2)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            rows, place = (index == expert).nonzero(as_tuple=True)
+            made = F.gelu(hidden[rows] @ self.up[expert]) @ self.down[expert]
+            found = found.index_add(0, rows, made * weights[rows, place, None])
+        return found
+
+
+class Frozen(nn.Module):
+    """Stacked experts that do not train, beside a router that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.bank = nn.Linear(WIDTH, EXPERTS), Bank().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, 1)).softmax(-1).topk(2)
+        return self.bank(x.flatten(0, 1), index, weights).view_as(x)  # type: ignore[no-any-return]
+
+
+class Added(nn.Module):
+    """Something that is added to a weight."""
+
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+class Adapter(nn.Module):
+    """Adds a product of two small matrices to each expert's weight while it is called, as PEFT's adapters do."""
+
+    def __init__(self, inner: nn.Module, bank: Bank, name: str) -> None:
+        super().__init__()
+        self.inner, self.name = inner, name
+        shape = getattr(bank, name).shape
+        self.a = nn.Parameter(torch.randn(EXPERTS * 2, shape[1]) * 0.2)
+        self.b = nn.Parameter(torch.randn(EXPERTS * 2, shape[2]) * 0.2)
+
+    def forward(self, *given: Tensor) -> Tensor:
+        a, b = self.a.view(EXPERTS, 2, -1), self.b.view(EXPERTS, 2, -1)
+        bank = self.get_submodule("inner.inner") if isinstance(self.inner, Adapter) else self.inner
+        parametrize.register_parametrization(bank, self.name, Added(a.mT @ b))
+        try:
+            return self.inner(*given)  # type: ignore[no-any-return]
+        finally:
+            parametrize.remove_parametrizations(bank, self.name, leave_parametrized=False)
+
+
+class Adapted(nn.Module):
+    """Stacked experts with an adapter on each of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bank = Bank()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.bank = Adapter(Adapter(bank, bank, "up"), bank, "down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x.flatten(0, 1)).softmax(-1).topk(2)
+        return self.bank(x.flatten(0, 1), index, weights).view_as(x)  # type: ignore[no-any-return]
+
+
 PLANNED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "turns": (Turns, {"*.bank": "experts", "*.bank.up": 1, "*.bank.down": 2}),
     "soft": (Soft, {"layers.*.mixture": "gathered"}),
     "softly": (Soft, {"layers.*.mixture": "gathered", "*.gate.weight": 1, "*.up": 2, "*.down": 1}),
     "listed": (Listed, {"layers.*.mixture": "gathered", "*.up.*": 0, "*.down.*": 1}),
     "reaches": (Reaches, {"layers.*.mixture": "gathered", "*.shelf.both": 1}),
+    "frozen": (Frozen, {"*.bank": "experts"}),
+    "adapted": (Adapted, {"layers.*.mixture.bank": "gathered"}),
     "shelves": (Reaches, {"*.shelf": "gathered", "*.shelf.both": 1}),
 }
 """By name: the mixture, and its plan."""

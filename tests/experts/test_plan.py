@@ -32,11 +32,13 @@ GRID: list[Any] = [
 ROWS = [
     ("turns", 2, E2, {}),
     ("listed", 4, {**T2, **E2}, {}),
+    ("adapted", 2, E2, {}),
+    ("frozen", 2, E2, {}),
     *(
         pytest.param(name, *cell, marks=WIDE)
         for name in PLANNED
         for cell in GRID
-        if name != "shelves" or "activation_recompute" not in cell[1]  # read by the layer around, not in a call
+        if name not in ("shelves", "adapted") or "activation_recompute" not in cell[1]  # read by the layer around it
     ),
 ]
 
@@ -106,6 +108,7 @@ def test_a_plan_that_cannot_be_meant_is_refused_at_once(arguments, wanted):
 
 REFUSED: list[Any] = [
     ("planned_turns", {}, "none were found that can be"),
+    ("planned_adapted", {}, "has its weights replaced while it is called"),
     ("planned_soft", {}, "`expert_parallel_plan`"),
     ("planned_soft", {"*.mixture": "experts"}, "`layers.0.mixture` is a group of experts, but it is neither"),
     ("planned_soft", {"*.mixture": "gathered", "*.gate.bias": 0, "*.up": 1, "*.gate": "whole"}, "name one of them"),

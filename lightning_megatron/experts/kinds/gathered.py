@@ -21,7 +21,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,10 @@ class GatheredExperts:
     Attributes:
         name: the same.
         parts: the same.
+        shows_whole: what is called inside sees whole weights.
     """
+
+    shows_whole = True
 
     def __init__(self, name: str, parts: Mapping[str, ParameterParts], calls: Calls) -> None:
         self.name, self.parts, self._calls = name, dict(parts), calls
@@ -97,19 +100,20 @@ class GatheredExperts:
 
     @contextmanager
     def _running(self, module: nn.Module, whole: Mapping[str, Tensor]) -> Iterator[None]:
-        """Whole weights in the place of parts, for the module's code."""
+        """Whole weights in the place of parts, for the module's code, which may add to them (``parametrize``)."""
         places = []
         for name, value in whole.items():
             owner, leaf = module.get_submodule(parent(name)), name.rpartition(".")[2]
-            owner.__dict__[leaf] = value  # is looked up first
-            places.append((owner, leaf))
+            places.append((owner, leaf, owner._parameters[leaf]))
+            owner._parameters[leaf] = cast(nn.Parameter, value)
         self._runs = True
         try:
             yield
         finally:
             self._runs = False
-            for owner, leaf in places:
-                del owner.__dict__[leaf]
+            for owner, leaf, held in places:
+                owner._buffers.pop(leaf, None)  # what was a parametrization's for some time
+                owner._parameters[leaf] = held
 
     def _joined(self, output: Any, anchor: Tensor) -> Any:
         """``output`` with the weights in its graph, also on a rank whose tokens use none of them."""

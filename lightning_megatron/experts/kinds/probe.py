@@ -142,8 +142,11 @@ def _compare(
     if torch.is_autocast_enabled(whole.device.type):  # gradients of float32 weights are sums of narrow ones
         tolerance = _COARSE
     weighed = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)).to(whole.dtype)
-    pairs = [torch.autograd.grad((each * weighed).sum(), trained, allow_unused=True) for each in (whole, split)]
-    for one, other in zip(*pairs, strict=True) if trained else ():
+    pairs = [
+        torch.autograd.grad((each * weighed).sum(), trained, allow_unused=True) if trained else ()
+        for each in (whole, split)
+    ]
+    for one, other in zip(*pairs, strict=True):
         if (one is None) != (other is None) or (one is not None and not _alike(one, other, tolerance)):
             return "the gradients of its parameters are not those of each expert by itself"
     return ""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.rows_here import rows_here, rows_of, shown_as
@@ -200,6 +201,14 @@ class LedExperts:
         deliver: Callable[[Compute], Tensor],
     ) -> Tensor:
         """What ``deliver`` gives when it is told how this rank's experts are run; the others as in :meth:`_sent`."""
+
+        if is_parametrized(module) and "_twin_of" not in vars(type(module)):
+            raise RuntimeError(
+                f"`{self._name}` has its weights replaced while it is called (`torch.nn.utils.parametrize`, as "
+                "adapters of PEFT's do), by what knows of all experts, and this rank has some of them. Name the "
+                'outermost module that does so in `expert_parallel_plan={pattern: "gathered"}`, whose weights are '
+                "then whole when it is called; leave the experts out of the adapter; or use `expert_parallel_size=1`."
+            )
 
         def compute(arrived: Tensor, local: Tensor, told: Told) -> Tensor:
             forward = own if self._runs else functools.partial(self._answer, module)

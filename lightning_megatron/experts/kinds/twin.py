@@ -52,6 +52,12 @@ def is_led(module: nn.Module) -> bool:
     return Marks.of(module).get(Led) is not None
 
 
+def shows_whole(module: nn.Module) -> bool:
+    """Whether something leads the calls of a module that puts whole weights in the place of parts meanwhile."""
+    led = Marks.of(module).get(Led)
+    return led is not None and getattr(led.leader, "shows_whole", False)
+
+
 _TWINS: dict[type, type[nn.Module]] = {}
 
 

@@ -126,15 +126,18 @@ def readers_of(
     name: str,
     is_compiled: Callable[[nn.Module], bool],
     is_alone: Callable[[nn.Module], bool] = lambda _: False,
+    shows_whole: Callable[[nn.Module], bool] = lambda _: False,
 ) -> list[nn.Module]:
     """Modules whose forwards may compute with the parameters of module ``name``: itself, the one around it, and layers
     that bring in an input together with it; what is compiled around them in their place.
 
     Rows of a table are looked up by the embedding alone, and experts' weights by the experts: the module around them
-    reads all of them, for a norm say.
+    reads all of them, for a norm say. Those in experts that show whole weights do not read the parts themselves.
     """
     above = [each for each in outwards(name) if each != name and type(modules[each]) not in _CONTAINERS]
     alone = next((each for each in outwards(name) if is_alone(modules[each])), None)
+    if alone is not None and shows_whole(modules[alone]):
+        return [modules[alone]]
     if alone is not None:
         above = [each for each in above if lies_in(each, alone)]
     if isinstance(modules[name], VocabParallelEmbedding):

@@ -122,6 +122,7 @@ class StepView:
         is_compiled: Callable[[nn.Module], bool] = lambda _: False,
         first: Callable[[nn.Module], None] = lambda _: None,
         is_alone: Callable[[nn.Module], bool] = lambda _: False,
+        shows_whole: Callable[[nn.Module], bool] = lambda _: False,
     ) -> None:
         """Let the forwards of modules that compute with these parameters read the local parts.
 
@@ -130,6 +131,7 @@ class StepView:
             is_compiled: tells of a part of it whether its forward is compiled, beside what torch itself notes there.
             first: given each of those modules before it runs.
             is_alone: tells of a part of it whether the modules around it see its parameters whole.
+            shows_whole: tells of such a part whether those in it see them whole too, while it runs.
         """
         modules = dict(module.named_modules(remove_duplicate=False))
         readers: dict[int, tuple[nn.Module, dict[tuple[int, str], Read]]] = {}
@@ -140,7 +142,7 @@ class StepView:
                 for key, parameter in table.items()
                 if id(parameter) in self._entries
             }
-            for reader in readers_of(modules, name, is_compiled, is_alone) if own else ():
+            for reader in readers_of(modules, name, is_compiled, is_alone, shows_whole) if own else ():
                 readers.setdefault(id(reader), (reader, {}))[1].update(own)
         for reader, read in readers.values():
             reads = list(read.values())

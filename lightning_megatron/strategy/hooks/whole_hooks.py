@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_megatron.checkpoints.state.slices import TensorState
-from lightning_megatron.experts.kinds.twin import is_led
+from lightning_megatron.experts.kinds.twin import is_led, shows_whole
 from lightning_megatron.layers.whole.between_steps import WholeView
 from lightning_megatron.layers.whole.in_steps import StepView
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
@@ -106,7 +106,7 @@ class WholeHooks:
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
         self._served_calls = ServedCalls(module, self.view, mesh.layout)
         self._layers = LayerHooks(module, split, group.size(), report is not None and report.sequence_parallel)
-        self.steps.watch(module, _is_compiled, self._layers.called, is_led)
+        self.steps.watch(module, _is_compiled, self._layers.called, is_led, shows_whole)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
             for hook in hooks_of(owner, parent):
