@@ -178,6 +178,66 @@ class Cuts(Net):
         return self.tokens(x, batch[1])
 
 
+class ByCase(Net):
+    """Matches the number of a step, in a method."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.hidden(batch[0])
+        match self.kind(), batch_idx:
+            case "late", _:
+                return self.tokens(x, batch[1].masked_fill(batch[0] < 12, -100))
+            case _, 1:
+                return self.tokens(x, batch[1]) + 0.1 * self.contrast(x)
+            case _:
+                return self.tokens(x, batch[1])
+
+    def kind(self) -> str:
+        match self.trainer.global_step:
+            case 0 | 1:
+                return "early"
+            case number if number < START + 1:
+                return "main"
+            case _:
+                return "late"
+
+
+class ByTable(Net):
+    """Takes its loss from tables: one of methods, one made in the step, one of words."""
+
+    WORDS = ("mean", "mean", "sum")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {1: self.both}
+
+    def both(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.tokens(x, y) + 0.1 * self.contrast(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, step = self.hidden(batch[0]), batch[1], self.global_step
+        if self.current_epoch == 0:
+            return self.table.get(batch_idx, self.tokens)(x, y) if step < 2 else self.added(x, y, batch_idx)
+        hidden = y.masked_fill(batch[0] < 12, -100)
+        return [lambda: self.tokens(x, y), lambda: self.tokens(x, hidden), lambda: self.both(x, y)][batch_idx]()
+
+    def added(self, x: Tensor, y: Tensor, place: int) -> Tensor:
+        return 0.01 * F.cross_entropy(self.head(x).flatten(0, 1), y.flatten(), reduction=self.WORDS[place])
+
+
+class ByName(Net):
+    """Takes its loss by a name that is made of a number; names of logged values are not asked for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log(f"of {self.global_step}", 1.0)
+        return getattr(self, f"loss_{min(self.global_step, START)}", self.first)(self.hidden(batch[0]), *batch)
+
+    def first(self, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+        return self.tokens(x, y)
+
+    def loss_3(self, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+        return self.tokens(x, y.masked_fill(tokens < 12, -100))
+
+
 class Once(Net):
     """Asks for steps where only the first rank does something."""
 
@@ -187,7 +247,7 @@ class Once(Net):
         return self.tokens(self.hidden(batch[0]), batch[1])
 
 
-_ALL = ByStep, ByEpoch, ByBatch, Writes, Switched, SwitchedThere, Inherits, ByRank, Cuts, Once
+_ALL = ByStep, ByEpoch, ByBatch, Writes, Switched, SwitchedThere, Inherits, ByRank, Cuts, Once, ByCase, ByTable, ByName
 KINDS = {kind.__name__: kind for kind in _ALL}
 
 
@@ -217,6 +277,7 @@ def compare(outcomes: list[Any], wanted: Found) -> None:
 
 
 PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
+EXACT = "ByStep", "ByEpoch", "ByBatch", "Writes", "Inherits", "SwitchedThere", "ByRank", "Cuts", "Once"
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, PP),
     (1, {"micro_batch_size": 2}),
@@ -231,7 +292,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
         pytest.param(
             name, *layout, marks=[WIDE] if place and name not in ("ByStep", "Cuts") else [], id=f"{name}-{place}"
         )
-        for name in ("ByStep", "ByEpoch", "ByBatch", "Writes", "Inherits", "SwitchedThere", "ByRank", "Cuts", "Once")
+        for name in (*EXACT, "ByCase", "ByTable", "ByName")
         for place, layout in enumerate(LAYOUTS)
     ],
 )
@@ -297,3 +358,42 @@ def test_what_is_true_for_the_first_time_is_new() -> None:
     assert looks() == (False, True) and looks() == (False, False)
     trainer.global_rank = 1
     assert looks() == (False, True)
+
+
+def test_cases_tables_and_names_are_new_when_they_choose_something_else() -> None:
+    class Chooses(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.limit = [self.tokens, self.contrast, self.tokens], 2
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            print("step %d" % batch_idx, f"of {batch_idx}")  # noqa: UP031
+            match (self.current_epoch, batch_idx):
+                case (0, _):
+                    return self.table[batch_idx](batch)
+                case (_, number) if number > self.limit:
+                    return getattr(self, "configure_optimizers" if batch_idx else "first")()
+                case (_, (1 | 2) as number):
+                    return {1: batch, 2: batch}[number]
+            match batch_idx:
+                case {"unlike": _}:
+                    return None
+
+    module = Chooses()
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=0))
+    trainer = SimpleNamespace(fit_loop=loop, current_epoch=0, global_step=0, global_rank=0, world_size=1)
+    module._trainer = trainer  # type: ignore[assignment]
+    module._fabric = None
+    module.table.append(module.contrast)
+    phases = Phases(module)
+    assert phases._times and not phases._switches
+
+    def looks(epoch: int, batch: int) -> bool:
+        trainer.current_epoch, loop.epoch_loop.batch_idx = epoch, batch
+        phases.look()
+        changed = phases.changed
+        phases.note()
+        return changed
+
+    assert all(looks(0, batch) for batch in range(4)) and not any(looks(0, batch) for batch in range(4))
+    assert looks(1, 0) and not looks(1, 3) and not looks(2, 1)
