@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -126,15 +127,15 @@ class TokenRegion:
         """Run a step of the user's with split tokens; what it returns is whole.
 
         Raises:
-            RuntimeError: the step did something whose result a rank would know in part only, or its layers were not
-                called with ``[batch, tokens, features]``.
+            RuntimeError: the step did something whose result a rank would know in part only, or it trains, and its
+                layers were not called with ``[batch, tokens, features]``.
         """
         self._refuse_hooks()
         self.scope.running, self.scope.cut = True, False
         try:
             with masks_by_rule(self.scope.masks):
                 output = step(batch)
-            if not self.scope.cut:
+            if not self.scope.cut and torch.is_grad_enabled():  # each rank may evaluate what is not split
                 raise RuntimeError(
                     f"no layer of `{type(self._module).__name__}` was called in this step with a tensor of [batch, "
                     "tokens, features], among its arguments or in tuples, lists and dictionaries of them, so no tokens "

@@ -72,7 +72,7 @@ class Causal(torch.nn.Module):
 
 
 class Evaluated(TokenTask):
-    """Leaves batches out, keeps metrics of torchmetrics, returns tensors, and shows them to hooks."""
+    """Leaves batches and its layers out, keeps metrics of torchmetrics, returns tensors, and shows them to hooks."""
 
     def __init__(self, net: torch.nn.Module) -> None:
         super().__init__(net)
@@ -100,6 +100,9 @@ class Evaluated(TokenTask):
         return logits
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # calls no layer
+            self.log_dict({"test_loss": self.net.embedding(batch[0]).square().mean(), "last": batch[1].double().std()})
+            return
         self.log_dict({"test_loss": self.loss(batch), "last": self.net(batch[0])[:, -1].std()})
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
