@@ -111,7 +111,8 @@ class RankStream:
         drew = not torch.equal(_state(self._device), self._start)
         _set_state(self._device, self._shared)
         if drew:
-            torch.rand((), device=self._device)
+            with torch._C._DisableTorchDispatch():  # those who watch draws have seen the one that counts
+                torch.rand((), device=self._device)
         self._device = self._shared = self._start = None
 
     def forget(self) -> None:

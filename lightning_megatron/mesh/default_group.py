@@ -11,33 +11,44 @@ world::
     stage 1, which has the loss 0   1      [0, 1]   dist.get_rank() 0 and 1, of 2
 
 Other threads still see the world: a checkpoint that is saved in the background talks to all ranks meanwhile. Autograd's
-own threads, which run the backward of the user's collectives on GPUs, see what the step sees. torch keeps the default
-group in one object for the process and has no seam for this, so that object answers by thread while a step runs.
+own threads, which run the backward of the user's collectives on GPUs, see what the step sees, and so do those that run
+parts of a step (:func:`of_this_thread`). torch keeps the default group in one object for the process and has no seam
+for this, so that object answers by thread while a step runs.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-class _WorldByThread(distributed_c10d._World):
-    """torch's record of process groups, whose default group is another one for the thread of a step."""
+class _Stepping(NamedTuple):
+    """Threads that run a step, and the group that is the default one for them."""
 
-    stepping: tuple[int, dist.ProcessGroup] | None = None
+    threads: set[int]
+    group: dist.ProcessGroup
+
+
+class _WorldByThread(distributed_c10d._World):
+    """torch's record of process groups, whose default group is another one for the threads of a step."""
+
+    stepping: _Stepping | None = None
     _default_pg: Any
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        """The replicas' group in the step's thread and in autograd's, the world in all others."""
+        """The replicas' group in the step's threads and in autograd's, the world in all others."""
         stepping = self.stepping
         if stepping is not None:
-            thread, group = stepping
-            if threading.get_ident() == thread or isinstance(threading.current_thread(), threading._DummyThread):
-                return group
+            here = threading.get_ident() in stepping.threads
+            if here or isinstance(threading.current_thread(), threading._DummyThread):
+                return stepping.group
         world: dist.ProcessGroup | None = self._default_pg
         return world
 
@@ -57,17 +68,51 @@ class default_group:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._before: list[tuple[int, dist.ProcessGroup] | None] = []
+        self._before: list[_Stepping | None] = []
 
     def __enter__(self) -> None:
-        world: Any = distributed_c10d._world
-        if type(world) is distributed_c10d._World:
-            world.__class__ = _WorldByThread
-        self._before.append(world.stepping)
-        world.stepping = threading.get_ident(), self._group
+        self._before.append(_now())
+        _set(_Stepping({threading.get_ident()}, self._group))
 
     def __exit__(self, *_: object) -> None:
-        world: Any = distributed_c10d._world
-        world.stepping = before = self._before.pop()
-        if before is None:
-            world.__class__ = distributed_c10d._World
+        _set(self._before.pop())
+
+
+def of_this_thread() -> Callable[[], AbstractContextManager[None]]:
+    """A context for other threads, in which they see the default group that this one sees now."""
+    stepping = _now()
+    if stepping is None or threading.get_ident() not in stepping.threads:
+        return nullcontext
+    return partial(_joining, stepping)
+
+
+@contextmanager
+def _joining(stepping: _Stepping) -> Iterator[None]:
+    stepping.threads.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        stepping.threads.discard(threading.get_ident())
+
+
+@contextmanager
+def whole_world() -> Iterator[None]:
+    """While inside, the default group is that of all ranks, in a step too."""
+    stepping = _now()
+    _set(None)
+    try:
+        yield
+    finally:
+        _set(stepping)
+
+
+def _now() -> _Stepping | None:
+    return getattr(distributed_c10d._world, "stepping", None)
+
+
+def _set(stepping: _Stepping | None) -> None:
+    world: Any = distributed_c10d._world
+    world.__class__ = _WorldByThread
+    world.stepping = stepping
+    if stepping is None:
+        world.__class__ = distributed_c10d._World

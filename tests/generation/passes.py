@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from lightning_megatron import MegatronStrategy
 from tests.generation.scenarios import tiny
@@ -214,6 +215,102 @@ class DroppedSampling(Sampling):
     drop = 0.2
 
 
+class Kept(Unpadded):
+    """What it keeps on itself between two calls it reads behind the second one."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.view = self(x)
+        self.far = float(self.view.detach().norm())
+        other = self(x.flip(1))
+        self.log("far", self.view.detach().square().mean())
+        loss = F.cross_entropy(self.view.flatten(0, 1), y.flatten()) + (self.view - other).pow(2).mean()
+        del self.view, self.far
+        return loss
+
+
+class Scaling(nn.Module):
+    """Another layer in training than in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * (1.5 if self.training else 0.5)
+
+
+class Moded(Unpadded):
+    """Its target comes from an evaluation, and from frozen weights; both are taken back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Scaling()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.layers[1].eval()
+        self.embed.requires_grad_(False)
+        target = self(x.flip(1))
+        self.embed.requires_grad_(True)
+        again = self(x)
+        self.layers[1].train()
+        return F.cross_entropy(again.flatten(0, 1), y.flatten()) + (again - 0.3 * target).pow(2).mean()
+
+
+class Listed(TwoViews):
+    """A list on it is filled in the middle of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: list[Tensor] = []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.views.append(self(x))
+        self.views.append(self(x.flip(1)))
+        one, other = self.views
+        self.views.clear()
+        return F.cross_entropy(one.flatten(0, 1), y.flatten()) + (one - other).pow(2).mean()
+
+
+class Counting(TwoViews):
+    """It counts its calls, and goes by the count."""
+
+    calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return super().loss(x, y) * (1 + 0.1 * self.calls)
+
+
+class Padded(Task):
+    """A mean over targets, as many in each micro-batch as it has."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((self(x) + self(x.flip(1))).flatten(0, 1), y.flatten())
+
+
+class Summed(Unpadded):
+    """A sum over samples; the values of a metric are logged between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        one = self(x)
+        self.log("mean", self.mean(one.detach().mean()))
+        return 1e-2 * F.cross_entropy((one + self(x.flip(1))).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+class Renormed(TwoViews):
+    """Code runs in its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+        return h
+
+
 class Keeps(nn.Module):
     """A layer whose output stays on it, gradient and all."""
 
@@ -276,14 +373,31 @@ MODULES: dict[str, type[Task]] = {
     "contrasted": Contrasted,
     "dropped": Dropped,
     "sometimes": Sometimes,
+    "kept": Kept,
+    "moded": Moded,
+    "listed": Listed,
+    "counting": Counting,
+    "padded": Padded,
+    "summed": Summed,
+    "renormed": Renormed,
     "preferring": Preferring,
     "disabled": Disabled,
     "rolling": Rolling,
     "sampling": Sampling,
     "dropped_sampling": DroppedSampling,
 }
-ALONE = ("contrasted", "dropped", "rolling", "sampling", "dropped_sampling")
+ALONE = ("contrasted", "dropped", "rolling", "sampling", "dropped_sampling", "counting", "renormed")
 """What differs between replicas as it should: losses of all samples, random numbers, lengths."""
+WHOLE = {
+    "contrasted": "as the mean of their losses. So that the step is that of one process, each batch runs whole",
+    "dropped": "the step draws random numbers",
+    "sampling": "the step draws random numbers",
+    "dropped_sampling": "the step draws random numbers",
+    "listed": "`views` is written into between two calls of layers",
+    "counting": "the step writes `calls`",
+    "renormed": "its code runs in backwards, or takes gradients itself",
+}
+"""Those whose batches run whole, and why; the micro-batches of all others take turns."""
 DRAWING = ("dropped", "sampling", "dropped_sampling")
 
 REFUSALS: dict[str, tuple[type[Task], str]] = {

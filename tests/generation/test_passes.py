@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from tests.generation.passes import ALONE, DRAWING, MODULES, REFUSALS, trained
+from tests.generation.passes import ALONE, DRAWING, MODULES, REFUSALS, WHOLE, trained
 from tests.harness import one_process, run_trainers
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -22,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zb-v": {**PIPELINE, "pipeline_schedule": "zb-v"},
     "shards": {**PIPELINE, "data_parallel_size": 2, "optimizer_sharding": True},
 }
+TURNS = "micro-batches of a `training_step` that calls the layers more than once take turns"
 wide = pytest.mark.wide
 
 
@@ -33,7 +35,11 @@ def check(name: str, layout: str) -> None:
         expected = [sum(step) / 2 for step in zip(*(one.value[0] for one in alone), strict=True)], alone[0].value[1]
     else:
         expected = one_process(trained, name, None)
-    ranks = [outcome.value for outcome in run_trainers(trained, name, options, devices=devices)]
+    outcomes = run_trainers(trained, name, options, devices=devices)
+    ranks = [outcome.value for outcome in outcomes]
+    if layout != "micro":
+        said = WHOLE.get(name, TURNS)
+        assert said in re.sub(r"\s+", " ", outcomes[0].output), outcomes[0].output
     losses = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
     tolerance = 1e-5 if name in ("preferring", "disabled", "rolling", "sampling", "dropped_sampling") else 1e-9
     assert losses == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
@@ -49,6 +55,8 @@ def check(name: str, layout: str) -> None:
         *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro")),
         *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring", "disabled")),
         *((name, "pp2") for name in ("dropped", "sampling", "dropped_sampling")),
+        *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "summed", "renormed")),
+        ("two_views", "pp4"),
     ],
 )
 def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str) -> None:
@@ -60,7 +68,7 @@ def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str)
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_steps_of_several_passes_are_those_of_one_process(name: str, layout: str) -> None:
     alone = ("micro",) if name in DRAWING else ("pp2xdp2", "shards", "micro")
-    if name in ALONE and layout in alone:
+    if (name in ALONE and layout in alone) or (layout == "micro" and name in ("padded", "summed")):
         pytest.skip("a loss over all samples of a batch, or numbers of its own in each part of it")
     if (name, layout) == ("dropped", "pp2xtp2"):
         pytest.skip("masks inside of split layers are drawn by each tensor rank, in one pass or several")

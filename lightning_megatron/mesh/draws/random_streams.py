@@ -111,7 +111,7 @@ class SegmentStreams:
         self._steps[training] += 1
         step_seed = mix(self._seed, self._steps[training], training)
         self.step_state = absorb(_START, step_seed, self._replica)
-        state = _current_rng_state(self._device)
+        state = current_rng_state(self._device)
         try:
             with self._drawing(name, rows):
                 yield
@@ -126,7 +126,7 @@ class SegmentStreams:
             name: of the user's step.
             rows: the samples of each micro-batch.
         """
-        before, state = self.step_state, _current_rng_state(self._device)
+        before, state = self.step_state, current_rng_state(self._device)
         self._entered = set()
         self.step_state, self._alike = absorb(_START, mix(self._seed, self._steps[True], -1), self._replica), True
         try:
@@ -179,13 +179,27 @@ class SegmentStreams:
         if self._drawn or self.draws is None:
             yield
             return
-        state, self._drawn = _current_rng_state(self._device), True
+        state, self._drawn = current_rng_state(self._device), True
         try:
             with self.draws:
                 yield
         finally:
             self._drawn = False
             restore_rng_state(state, self._device)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """In the middle of a micro-batch, around code of others; the generators are given back by whoever runs it."""
+        now, others, draws = self._now, self._others, self.draws
+        if draws is None:
+            yield
+            return
+        position, self._others = draws.position, None
+        try:
+            yield
+        finally:
+            self._others, draws.position = others, position
+            self._go_to_rows(now)
 
     def enter(self, micro_batch: int, segment: int, call: int = 0) -> None:
         """Reseed torch's generators for a segment.
@@ -303,7 +317,7 @@ def state_digest() -> int:
 
 def collect_rng_state(device: torch.device) -> dict[str, Any]:
     """States of Python's, NumPy's (if it is imported) and torch's global generators, as plain data."""
-    state = _current_rng_state(device)
+    state = current_rng_state(device)
     if "numpy" in state:
         kind, keys, *rest = state["numpy"]
         state["numpy"] = (kind, keys.tolist(), *rest)
@@ -316,7 +330,8 @@ def _states_of_others() -> tuple[Any, Any]:
     return random.getstate(), (int(found[1][0]), *found[2:])
 
 
-def _current_rng_state(device: torch.device) -> dict[str, Any]:
+def current_rng_state(device: torch.device) -> dict[str, Any]:
+    """States of Python's, NumPy's (if it is imported) and torch's global generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()

@@ -46,13 +46,14 @@ class SameDraws:
 
     Attributes:
         narrow: whether anything was computed in a type narrower than float64.
+        any: whether anything was drawn.
         apart: what is drawn for every sample and is another number in a part than in the whole; or "".
     """
 
     def __init__(
         self, joins: Mapping[int, tuple[int, ...]], is_foreign: Callable[[int], bool] = lambda _: False
     ) -> None:
-        self.narrow, self.apart = False, ""
+        self.narrow, self.apart, self.any = False, "", False
         self._is_foreign = is_foreign
         self._own: dict[tuple[int, int], list[Tensor]] = {}
         self._others: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -80,7 +81,9 @@ class SameDraws:
             with self._seeing(_Draws(take, lambda name, drawn: own.append((name, drawn.clone())), self._is_foreign)):
                 yield
         finally:  # a stage ends its run by raising
-            self._compare(index, call, own, (begun, _others()))
+            others = begun, _others()
+            self.any |= others[0] != others[1]
+            self._compare(index, call, own, others)
 
     def _compare(self, index: int, call: int, own: list[tuple[str, Tensor]], others: tuple[Any, Any]) -> None:
         """Look whether a run has drawn what the parts of its batch have drawn, as far as nothing was joined."""
@@ -109,6 +112,7 @@ class SameDraws:
                 yield
         finally:  # a stage ends its run by raising
             self.narrow |= draws.narrow
+            self.any |= draws.any
 
 
 def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
@@ -139,7 +143,7 @@ class _Draws(TorchDispatchMode):
         is_foreign: Callable[[int], bool],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._take, self._look, self._is_foreign, self.narrow = take, look, is_foreign, False
+        self._take, self._look, self._is_foreign, self.narrow, self.any = take, look, is_foreign, False, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = dict(kwargs or {})
@@ -151,10 +155,11 @@ class _Draws(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # attention, whose mask nobody sees: none for the parts, and none for the whole
             place = names.index("dropout_p")
+            self.any |= bool(given.get("dropout_p") or (args[place] if place < len(args) else 0))
             args = tuple(0.0 if at == place else value for at, value in enumerate(args))
             return func(*args, **{**given, **({"dropout_p": 0.0} if "dropout_p" in given else {})})
-        output = func(*args, **given)
-        name = func._schema.name
+        output, name = func(*args, **given), func._schema.name
+        self.any |= name != _DROPOUT or bool(args[1] and args[2])
         if how := self._not_joined(name, given, output):
             for drawn in output if isinstance(output, tuple) else (output,):
                 if type(drawn) is Tensor and not drawn.is_meta:

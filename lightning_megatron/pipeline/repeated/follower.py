@@ -132,7 +132,7 @@ class CallFollower:
         x = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         if self.inside or x is None:
             return self._everywhere(name, index, owner, call.runs, args, kwargs)
-        self._reach(owner)
+        self.reach(owner)
         caches = Caches(args, kwargs, name)
         flags = tuple((key, value) for key, value in kwargs.items() if isinstance(value, _FLAGS))
         key = (index, len(args), flags, len(caches.found), call.module.training)
@@ -170,14 +170,14 @@ class CallFollower:
             name: of what asks, in words.
         """
         first = min(range(len(self.wire.ranks)), key=self.wire.ranks.__getitem__)
-        self._reach(first)
+        self.reach(first)
         if first == self.stage:
             self.wire.answer(_AGREED, answer)
             return answer
         heard: Tensor = self.wire.hear(first, _AGREED, name, [])[0]
         return heard
 
-    def _reach(self, owner: int) -> None:
+    def reach(self, owner: int) -> None:
         """Let other groups of requests run before another stage than before computes."""
         if self.groups is not None:
             self.groups.reach(owner)
@@ -202,7 +202,7 @@ class CallFollower:
             if owner != self.stage and self.stage not in self._units.get(name, ()):
                 _refuse_inside(name, self.inside)
             return runs(*args, **kwargs)
-        self._reach(owner)
+        self.reach(owner)
         caches = Caches(args, kwargs, name)
         if owner == self.stage:
             output, left, grown = self._compute(name, unit, runs, args, kwargs, caches)

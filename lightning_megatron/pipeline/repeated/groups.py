@@ -21,13 +21,15 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from lightning_megatron.mesh.default_group import of_this_thread
+from lightning_megatron.mesh.draws.random_streams import current_rng_state, restore_rng_state
 from lightning_megatron.pipeline.repeated.wire import Wire
 
 _NOBODY = -1
@@ -44,6 +46,7 @@ class Groups:
         wires: of each place, over which its code tells the other stages what layers gave.
         stage: this rank's.
         device: whose random numbers the tasks draw, besides the CPU's.
+        asides: contexts around what others do in the middle of a task.
 
     Attributes:
         wire: that of the task that runs now.
@@ -51,10 +54,16 @@ class Groups:
         busy: in how many of them this stage computed.
     """
 
-    def __init__(self, wires: Sequence[Wire], stage: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        wires: Sequence[Wire],
+        stage: int,
+        device: torch.device,
+        asides: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+    ) -> None:
         self.wire = wires[0]
         self.waves = self.busy = 0
-        self._stage, self._device = stage, device
+        self._stage, self._device, self._asides = stage, device, asides
         self._places = [_Place(self, at, wire) for at, wire in enumerate(wires)]
         self._current: _Place | None = None
         self._todo: deque[Callable[[], Any]] = deque()
@@ -70,33 +79,36 @@ class Groups:
             BaseException: what a task raised; the others are ended.
         """
         self._todo.extend(tasks)
-        numbers, counted = self._numbers(), -1
+        numbers, counted = current_rng_state(self._device), -1
         for place in self._places:
             place.begin(numbers)
         try:
             while places := [place for place in self._places if place.goes_on]:
                 place = min(places, key=lambda one: one.turn)
                 self._current, self.wire = place, place.wire
-                self._draw_from(place.numbers)
+                restore_rng_state(place.numbers, self._device)
                 wave, heard, _ = place.turn
                 if not heard and wave > counted:
                     self.busy, counted = self.busy + 1, wave
                 self.waves = max(self.waves, wave + 1)
                 place.resume()
-                place.numbers = self._numbers()
+                place.numbers = current_rng_state(self._device)
                 if place.error is not None:
                     raise place.error
         finally:
             for place in self._places:
                 place.end()
             self._todo.clear()
-            self._draw_from(numbers)
+            restore_rng_state(numbers, self._device)
 
     def reach(self, owner: int) -> None:
         """Say which stage computes next; other tasks run before it does where it is another than before."""
         place = self._current
         if place is not None and place.owner != owner:
-            place.next_turn(owner, heard=owner != self._stage)
+            with ExitStack() as stack:
+                for aside in self._asides:
+                    stack.enter_context(aside())
+                place.next_turn(owner, heard=owner != self._stage)
             place.wire.settle()
 
     def work(self) -> None:
@@ -109,15 +121,6 @@ class Groups:
     def surroundings(self) -> Any:
         """A context with what code sees that runs on the thread of this object."""
         return self._surroundings.entered()
-
-    def _numbers(self) -> list[Tensor]:
-        found = [torch.get_rng_state()]
-        return [*found, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else found
-
-    def _draw_from(self, numbers: list[Tensor]) -> None:
-        torch.set_rng_state(numbers[0])
-        if len(numbers) > 1:
-            torch.cuda.set_rng_state(numbers[1], self._device)
 
 
 class _Place:
@@ -139,7 +142,7 @@ class _Place:
     def __init__(self, groups: Groups, number: int, wire: Wire) -> None:
         self._groups, self._number, self.wire = groups, number, wire
         self.turn, self.owner = (number, True, number), -2
-        self.numbers: list[Tensor] = []
+        self.numbers: dict[str, Any] = {}
         self.error: BaseException | None = None
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
         self._ended = self._ends = False
@@ -149,7 +152,7 @@ class _Place:
     def goes_on(self) -> bool:
         return self._thread is not None and not self._ended
 
-    def begin(self, numbers: list[Tensor]) -> None:
+    def begin(self, numbers: dict[str, Any]) -> None:
         """Make the thread, which waits for its first turn."""
         self.numbers = numbers
         run = contextvars.copy_context().run
@@ -199,13 +202,15 @@ class _Surroundings:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self._autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        self._modes = _get_current_function_mode_stack()
+        self._modes, self._dispatches = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._replicas = of_this_thread()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The same on this thread."""
         with ExitStack() as stack:
+            stack.enter_context(self._replicas())
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             stack.enter_context(torch.inference_mode(self._inference))
@@ -214,4 +219,7 @@ class _Surroundings:
                 stack.enter_context(torch.autocast(kind, dtype))
             for mode in self._modes:
                 stack.enter_context(mode)
+            for dispatch in self._dispatches:
+                _push_mode(dispatch)
+                stack.callback(_pop_mode)
             yield

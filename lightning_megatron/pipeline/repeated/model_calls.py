@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.further_groups import further_group
 from lightning_megatron.mesh.parts.names import outwards
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
 from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
@@ -99,14 +100,14 @@ class ModelCalls:
         self._place = "model_calls/" + "_".join(map(str, mesh.pipeline_ranks))
 
     def prepare(self, groups: int) -> None:
-        """Make what :meth:`together` needs for that many tasks at once; not inside of a step.
+        """Make what :meth:`together` needs for that many tasks at once.
 
         Each has a process group of its own, so that no message waits for those of another. Collective over the
         pipeline.
         """
         ranks, stage, device = self._follower.wire.ranks, self.stage.stage, self.stage.device
         while len(self._wires) < groups:
-            group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+            group = further_group(self._follower.wire.group)
             raw_all_reduce(torch.zeros(1, device=device), group, keep=False)  # NCCL connects now, and not in turns
             self._wires.append(Wire(group, ranks, stage, device, ahead=True))
 
@@ -120,16 +121,43 @@ class ModelCalls:
         if not self.stage.repeats:
             with self.outside("generate"):
                 return self.together(tasks, groups)
-        follower, wires = self._follower, self._wires[:groups]
+        return self._at_once(self._follower, tasks, groups)
+
+    def micro_batches(
+        self, tasks: Sequence[Callable[[], Any]], asides: Sequence[Callable[[], AbstractContextManager[Any]]]
+    ) -> Groups:
+        """Run the user's training step on micro-batches, as many of them at once as there are stages.
+
+        Args:
+            tasks: forward and backward of each.
+            asides: contexts around what others do in the middle of one.
+        """
+        places = min(len(tasks), self._stages)
+        self.prepare(places)
+        return self._at_once(self._training, tasks, places, asides)
+
+    def _at_once(
+        self,
+        follower: CallFollower,
+        tasks: Sequence[Callable[[], Any]],
+        groups: int,
+        asides: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+    ) -> Groups:
+        wires = self._wires[:groups]
         for wire in wires:
             wire.begin()
         told = follower.wire
-        follower.groups = found = Groups(wires, self.stage.stage, self.stage.device)
+        follower.groups = found = Groups(wires, self.stage.stage, self.stage.device, asides)
         try:
             found.run(tasks)
         finally:
             follower.groups, follower.wire = None, told
         return found
+
+    @property
+    def of_training(self) -> TrainingFollower:
+        """Answers the calls of a training step."""
+        return self._training
 
     @property
     def side_by_side(self) -> bool:

@@ -116,6 +116,11 @@ class Wire:
         self._told: list[tuple[Started, Tensor]] = []
         self._rooms = _Rooms()
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The pipeline's process group."""
+        return cast("dist.ProcessGroup", self._group.group)
+
     def begin(self) -> None:
         """Start counting."""
         self._turn, self._rooms = 0, _Rooms()
@@ -268,9 +273,8 @@ class Wire:
         return tensor
 
     def _start(self, data: Tensor, stage: int) -> Started:
-        group = cast("dist.ProcessGroup", self._group.group)
         with torch.no_grad():
-            return start_broadcast(data, dist.get_group_rank(group, self.ranks[stage]), group, _TAG)
+            return start_broadcast(data, dist.get_group_rank(self.group, self.ranks[stage]), self.group, _TAG)
 
     def _wait(self, work: Started, data: Tensor) -> None:
         wait_for(work, "broadcast", data, self._group.group)

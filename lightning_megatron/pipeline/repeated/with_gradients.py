@@ -33,6 +33,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.undo import Snapshot
 from lightning_megatron.pipeline.repeated.caches import Caches
 from lightning_megatron.pipeline.repeated.follower import CallFollower, Note
+from lightning_megatron.pipeline.repeated.told_calls import CallNode, Pass, ToldCall, goes_back
 from lightning_megatron.pipeline.stage.calls import InnerCall, LayerCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor
 
@@ -43,14 +44,16 @@ class TrainingFollower(CallFollower):
     """A :class:`CallFollower` for a training step.
 
     Attributes:
-        differentiates: whether the backward of the step runs.
+        now: what runs.
+        answers: whether a call is answered, which only one stage computes.
+        waits: called where the step waits for another stage, in a trial.
         computing: how many backwards of calls run here.
         reads: names of what has left its arguments as they were.
         streams: what the step draws from.
     """
 
-    differentiates = False
     computing = 0
+    waits: Callable[[], None] | None = None
     streams: SegmentStreams | OneStream
 
     def prepare(self, presence: Presence, cursor: StageCursor, streams: SegmentStreams | OneStream) -> None:
@@ -63,6 +66,8 @@ class TrainingFollower(CallFollower):
         """
         self._presence, self._cursor, self.streams = presence, cursor, streams
         self._wants: dict[int, tuple[int, ...]] = {}
+        self.now = Pass(0)
+        self._owner, self.answers = -1, False
         self.reads: set[str] = set()
         self._mine: set[int] = set()
         self._lent: list[tuple[nn.Module, str, Any]] = []
@@ -109,7 +114,7 @@ class TrainingFollower(CallFollower):
 
     def begin(self, micro_batch: int) -> None:
         """Prepare for the user's step on a micro-batch."""
-        self._micro_batch, self._counts = micro_batch, dict[int, int]()
+        self.now = Pass(micro_batch)
         self._cursor.outside = micro_batch if self.streams.segmented else None
         self.streams.enter_micro_batch(micro_batch)
 
@@ -117,11 +122,26 @@ class TrainingFollower(CallFollower):
         """The backward of a loss, which all stages run at once."""
         self._cursor.outside = None
         self._check_path("the loss", [loss])
-        loss, self.differentiates = plain(loss), True
+        loss, now = plain(loss), self.now
+        now.differentiates = True
         try:
-            torch.autograd.backward(loss, torch.full_like(loss, scale, requires_grad=False))
+            scales = torch.full_like(loss, scale, requires_grad=False)
+            torch.autograd.backward(loss, scales, retain_graph=self.groups is not None)
+            while now.calls:
+                now.calls.pop().go_back()
         finally:
-            self.differentiates = False
+            now.differentiates = False
+            now.calls.clear()
+
+    def reach(self, owner: int) -> None:
+        """See :meth:`CallFollower.reach`; other micro-batches run in between."""
+        if self.waits is not None and owner != self._owner:
+            self.waits()
+        self._owner = owner
+        if self.groups is not None:
+            now, outside = self.now, self._cursor.outside
+            super().reach(owner)
+            self.now, self._cursor.outside = now, outside
 
     def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`~..stage.calls.Follower`."""
@@ -139,9 +159,10 @@ class TrainingFollower(CallFollower):
             return self._answer(name, index, owner, call.runs, args, kwargs)
         self._cursor.outside = None
         output = self._answer(name, index, owner, call.runs, args, kwargs, 1 + index)
-        self._counts[index] = self._counts.get(index, 0) + 1
+        now = self.now
+        now.counts[index] = now.counts.get(index, 0) + 1
         if index == last:
-            self.streams.enter(self._micro_batch, 2 + index, self._counts[index] - 1)
+            self.streams.enter(now.micro_batch, 2 + index, now.counts[index] - 1)
         return output
 
     def _answer(
@@ -159,10 +180,26 @@ class TrainingFollower(CallFollower):
             return self._run_again(unit, runs, args, kwargs)
         if self.inside:
             return self._everywhere(name, unit, owner, runs, args, kwargs)
-        call = _Call(self, name, unit, owner, (self._micro_batch, segment, self._counts.get(unit, 0)))
+        self.reach(owner)
+        self.answers = True  # and still where this fails, on one stage only
+        output = self._answered(name, unit, owner, runs, args, kwargs, segment)
+        self.answers = False
+        return output
+
+    def _answered(
+        self,
+        name: str,
+        unit: int,
+        owner: int,
+        runs: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        segment: int,
+    ) -> Any:
+        call = ToldCall(self, name, unit, owner, (self.now.micro_batch, segment, self.now.counts.get(unit, 0)))
         caches = Caches(args, kwargs, name)
         given, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
-        inputs = [leaf for leaf in given if _goes_back(leaf)] if torch.is_grad_enabled() else []
+        inputs = [leaf for leaf in given if goes_back(leaf)] if torch.is_grad_enabled() else []
         if owner == self.stage:
             output, note = self._computed(call, runs, given, spec, caches)
             known = note.grown == () and note.left is None and note.position is None
@@ -177,14 +214,19 @@ class TrainingFollower(CallFollower):
         wants = self._wants[unit] = note.wants if note is not None else self._wants[unit]
         leaves, out = pytree.tree_flatten(output, is_leaf=is_cache)
         if wants:
+            inputs = [plain(tensor) for tensor in inputs]
             call.gives([leaves[place] for place in wants])
+            if self.groups is not None:
+                call.collects(inputs)
+                self.now.calls.append(call)
+                inputs = []
             anchor = torch.empty(0, requires_grad=True)
-            for place, tensor in zip(wants, _Told.apply(call, anchor, *map(plain, inputs)), strict=True):
+            for place, tensor in zip(wants, CallNode.apply(call, anchor, *inputs), strict=True):
                 leaves[place] = tensor
         return pytree.tree_unflatten(leaves, out)
 
     def _computed(
-        self, call: _Call, runs: Callable[..., Any], given: list[Any], spec: Any, caches: Caches
+        self, call: ToldCall, runs: Callable[..., Any], given: list[Any], spec: Any, caches: Caches
     ) -> tuple[Any, Note]:
         """What a call gives here, with a graph that begins at its arguments, and what the others have to know of it."""
         name, unit, streams = call.name, call.unit, self.streams
@@ -209,7 +251,7 @@ class TrainingFollower(CallFollower):
         call.check_written()
         output = pytree.tree_map(lambda leaf: leaf.full() if isinstance(leaf, WholeTensor) else leaf, output)
         leaves = pytree.tree_leaves(output, is_leaf=is_cache)
-        wants = tuple(place for place, leaf in enumerate(leaves) if _goes_back(leaf))
+        wants = tuple(place for place, leaf in enumerate(leaves) if goes_back(leaf))
         return output, Note(caches.grown(lengths), self._effects.packed(found), None, wants, drawn)
 
     def _take(self, note: Note, caches: Caches, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,115 +290,12 @@ class TrainingFollower(CallFollower):
                 )
 
 
-class _Call:
-    """A call of a layer or part, from its forward until its backward.
-
-    Args:
-        follower: answers it.
-        name: of what is called.
-        unit: its number.
-        owner: stage that computes it.
-        at: micro-batch, segment and number of the call, for random streams.
-    """
-
-    def __init__(self, follower: TrainingFollower, name: str, unit: int, owner: int, at: tuple[int, int, int]) -> None:
-        self._follower, self.name, self.unit, self.owner, self.at = follower, name, unit, owner, at
-        self._starts: list[Tensor] = []
-        self._taken: list[tuple[Tensor, int]] = []
-        self.outputs: list[Tensor] | None = None
-
-    def takes(self, given: list[Any]) -> list[Any]:
-        """Arguments for the owner to compute with: its graph begins at them, and each may be written into."""
-        self._taken = [(leaf, leaf._version) for leaf in given if isinstance(leaf, Tensor)]
-        if not torch.is_grad_enabled():
-            return given
-        starts: dict[int, Tensor] = {}
-        taken = []
-        for leaf in given:
-            if _goes_back(leaf) and id(leaf) not in starts:
-                start = leaf.detach().requires_grad_()
-                self._starts.append(start)
-                starts[id(leaf)] = start.clone() if self.name not in self._follower.reads else start
-                self._taken.append((starts[id(leaf)], starts[id(leaf)]._version))
-            elif _goes_back(leaf):
-                self._starts.append(self._starts[list(starts).index(id(leaf))])
-            taken.append(starts.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf)
-        return taken
-
-    def check_written(self) -> None:
-        """Refuse a call that writes into its arguments: other stages' copies would keep the old values."""
-        if any(tensor._version != version for tensor, version in self._taken):
-            raise RuntimeError(
-                f"`{self.name}` writes into its input (an `inplace=True`, `x += ...`), of which other pipeline stages "
-                "have copies, in a training step that calls the layers more than once. Let it write into a tensor of "
-                "its own, or use `pipeline_parallel_size=1`."
-            )
-        self._taken = []
-        self._follower.reads.add(self.name)
-
-    def gives(self, outputs: list[Tensor]) -> None:
-        """Keep the outputs whose gradients will arrive."""
-        self.outputs = outputs
-
-    def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Gradients of the arguments: computed by the owner, heard by the others.
-
-        Raises:
-            RuntimeError: it is not the backward of the step's loss that runs.
-        """
-        follower = self._follower
-        if not follower.differentiates or torch.is_grad_enabled() or self.outputs is None:
-            _refuse_gradient(self.name)
-        outputs, self.outputs = self.outputs, None
-        streams = follower.streams
-        if follower.stage != self.owner:
-            found, drawn = follower.wire.hear(self.owner, self.unit, self.name, [])
-            if drawn is not None:
-                streams.go_to(drawn)
-            return [found] if isinstance(found, Tensor) else list(found)
-        follower.resume(self.at)
-        pairs = [
-            (one, gradient) for one, gradient in zip(outputs or (), gradients, strict=True) if gradient is not None
-        ]
-        position = streams.position()
-        follower.computing += 1
-        try:
-            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-        finally:
-            follower.computing -= 1
-        starts, self._starts = self._starts, []
-        first = {id(start): place for place, start in reversed(list(enumerate(starts)))}
-        grads = [start.grad if first[id(start)] == place else None for place, start in enumerate(starts)]
-        alone = len(grads) == 1 and grads[0] is not None
-        drawn = None if streams.segmented else streams.drawn_since(position)
-        follower.wire.tell(self.unit, grads[0] if alone else grads, drawn, [])
-        return grads
-
-
-class _Told(torch.autograd.Function):
-    """The node of a call, on every stage."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.told = call
-        ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in call.outputs or ())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.told.backward(gradients))
-
-
-def _goes_back(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
 def _numbers(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_graph(value: Any) -> bool:
-    return any(_goes_back(leaf) for leaf in pytree.tree_leaves(value))
+    return any(goes_back(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _refuse_graph(name: str) -> None:
@@ -364,13 +303,4 @@ def _refuse_graph(name: str) -> None:
         f"`{name}` leaves a tensor with a gradient behind (on a module, in a list) in a training step that calls the "
         "layers more than once; only its own pipeline stage has the gradient's path. Return it from the layer and pass "
         "it through the layers, detach it, or use `pipeline_parallel_size=1`."
-    )
-
-
-def _refuse_gradient(name: str) -> None:
-    raise RuntimeError(
-        f"a training step that calls the layers more than once takes a gradient through `{name}` itself "
-        "(`torch.autograd.grad`, `.backward()`, `create_graph=True`, or one backward through a graph twice). Under a "
-        "pipeline gradients go back once, in the backward of the loss that the step returns. Return the loss, or use "
-        "`pipeline_parallel_size=1`."
     )

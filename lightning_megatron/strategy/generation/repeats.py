@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,8 +28,10 @@ from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.elsewhere.away import refuse_away
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
+from lightning_megatron.pipeline.repeated.with_gradients import TrainingFollower
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.loss.traces import Traces
 
 _GENERATES = re.compile(r"\.generate\(")
@@ -94,9 +97,8 @@ class Repeats:
         self._known[name] = True
         if name == "training_step":
             rank_zero_info(
-                "`training_step` calls the layers more than once. Each batch runs whole, on every pipeline stage: each "
-                "call of a layer goes through all stages, one of which computes at a time, and so do its gradients. "
-                "To let it run in micro-batches, call the model once (`torch.cat` the inputs)."
+                "`training_step` calls the layers more than once: it runs on every pipeline stage, and each call of a "
+                "layer goes through all stages, as do its gradients."
             )
             return
         rank_zero_info(
@@ -119,23 +121,84 @@ class Repeats:
                     refuse_away(output, f"what `{step.name}` returned")
                 step.outputs[index] = output
 
-    def train(self, step: PipelineStep, undone: Callable[..., Any], streams: SegmentStreams | OneStream) -> None:
+    @property
+    def follower(self) -> TrainingFollower:
+        """Answers the calls of a training step."""
+        return self.model_calls.of_training
+
+    @property
+    def is_between_calls(self) -> bool:
+        """Whether code runs that all stages run, and no layer or part of one stage."""
+        return self._stage.repeats and not self.follower.answers
+
+    def try_on(self, step: PipelineStep, streams: SegmentStreams) -> None:
+        """Run a training step without its backwards; fills its outputs.
+
+        Args:
+            step: of a trial, which takes back what it writes.
+            streams: random streams per segment.
+        """
+        for index, part in enumerate(step.micro_batches):
+            with self.model_calls.training(streams) as follower:
+                follower.begin(index)
+                step.outputs[index] = step.call(part, index)
+
+    def train(
+        self,
+        step: PipelineStep,
+        undone: Callable[..., Any],
+        streams: SegmentStreams | OneStream,
+        turns: Exchanged | None = None,
+        asides: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+    ) -> None:
         """Run a training step likewise, with its backwards; fills its outputs.
 
         Args:
             step: of training.
             undone: see :meth:`run`.
             streams: random streams per segment, or the only one.
+            turns: what micro-batches exchange that take turns, as many at once as there are stages; ``None`` where
+                one runs after the other.
+            asides: further contexts around what others do in the middle of one.
         """
         with self.model_calls.training(streams) as follower, nullcontext() if self._last else undone(hooks=False):
-            for index, part in enumerate(step.micro_batches):
-                follower.begin(index)
-                output = step.call(part, index)
-                if self._last:
-                    refuse_away(output, "what `training_step` returned")
-                if output is not None or step.goes_on is None:
-                    follower.backward(trained_loss_of(output), step.loss_scales[index])
-                    step.outputs[index] = map_tensors(output, torch.detach)
+            tasks = [partial(self._train_on, step, follower, index) for index in range(len(step.micro_batches))]
+            if turns is not None and isinstance(streams, SegmentStreams):
+                turns.begin()
+                self.model_calls.micro_batches(tasks, [streams.elsewhere, turns.elsewhere, *asides])
+                return
+            for task in tasks:
+                task()
+
+    def _train_on(self, step: PipelineStep, follower: TrainingFollower, index: int) -> None:
+        """Forward and backward of a micro-batch."""
+        follower.begin(index)
+        output = step.call(step.micro_batches[index], index)
+        if self._last:
+            refuse_away(output, "what `training_step` returned")
+        if output is not None or step.goes_on is None:
+            follower.backward(trained_loss_of(output), step.loss_scales[index])
+            step.outputs[index] = map_tensors(output, torch.detach)
+
+    @staticmethod
+    def say_turns(why: str, stages: int, parts: int) -> None:
+        """Say how batches of a training step that calls the layers more than once run.
+
+        Args:
+            why: they run whole; "" if their micro-batches take turns.
+            stages: of the pipeline.
+            parts: how many micro-batches a batch has.
+        """
+        if why:
+            rank_zero_info(
+                f"each batch of a `training_step` that calls the layers more than once runs whole, and one of the "
+                f"{stages} stages computes at a time: {why}."
+            )
+        else:
+            rank_zero_info(
+                f"the {parts} micro-batches of a `training_step` that calls the layers more than once take turns: as "
+                f"many of them as there are stages ({stages}) run at once, so that all stages compute."
+            )
 
     def take_log(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of ``self.log`` belongs to another stage; see :class:`LogRecorder`."""

@@ -106,6 +106,12 @@ def mentions_backwards(module: nn.Module) -> bool:
     return _mention(_names(module))
 
 
+def takes_gradients(module: nn.Module) -> bool:
+    """Whether code of a module mentions such things, or gradients that it takes itself."""
+    names = _names(module)
+    return _mention(names) or bool(names & {"autograd", "backward"})
+
+
 def _mention(names: set[str]) -> bool:
     return bool(names & _NAMES) or ("apply" in names and any(map(is_users, defined_functions())))
 

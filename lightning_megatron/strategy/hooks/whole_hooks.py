@@ -16,7 +16,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning_megatron.layers.whole.in_steps import StepView
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
+from lightning_megatron.mesh.messages.further_groups import further_group
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
@@ -176,14 +177,8 @@ def _is_compiled(part: nn.Module) -> bool:
 
 
 def _beside(groups: Iterable[dist.ProcessGroup | None]) -> dict[dist.ProcessGroup, dist.ProcessGroup]:
-    """For each of some groups the same ranks in a further one; collective over all of them."""
-    return {group: _the_same_ranks(group) for group in dict.fromkeys(groups) if group is not None}
-
-
-def _the_same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A further group, in which messages do not meet those of the layers; collective over it."""
-    ranks = dist.get_process_group_ranks(group)
-    return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))
+    """For each of some groups a further one, in which messages do not meet those of the layers; collective over all."""
+    return {group: further_group(group) for group in dict.fromkeys(groups) if group is not None}
 
 
 def hooks_of(owner: Any, parent: type | None) -> list[str]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +70,14 @@ class MetricCalls:
     def begin_micro_batch(self) -> None:
         """Say that the calls which follow belong to a new micro-batch."""
         self._counts.clear()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """In the middle of a micro-batch, around code of others."""
+        counts = self._counts
+        self._counts = Counter()
+        yield
+        self._counts = counts
 
     def note(self, metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         """Follow one call of ``metric`` that returned ``value``."""

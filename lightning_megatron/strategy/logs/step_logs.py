@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Number
 from types import MappingProxyType
@@ -145,8 +145,7 @@ class LogRecorder:
         at_once: TakesLogs | None = None,
     ) -> None:
         self._within, self._take, self._at_once = within, take, at_once
-        self._module = module
-        self._check = check
+        self._module, self._check = module, check
         self._records: dict[tuple[str, int], _Recorded] = {}
         self._own: dict[tuple[str, int], _Recorded] = {}
         self._counts: dict[str, int] = {}
@@ -164,6 +163,14 @@ class LogRecorder:
         self._counts = {}
         if self.metric_calls is not None:
             self.metric_calls.begin_micro_batch()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """In the middle of a micro-batch, around code of others."""
+        kept = self._weight, self._weigh, self._counts
+        with nullcontext() if self.metric_calls is None else self.metric_calls.elsewhere():
+            yield
+        self._weight, self._weigh, self._counts = kept
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``LightningModule.log``."""

@@ -16,7 +16,9 @@ from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
+from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.generation.repeats import Repeats
+from lightning_megatron.strategy.hooks.backward_code import takes_gradients
 from lightning_megatron.strategy.lightning.samplers import deals_equally
 from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 from lightning_megatron.strategy.logs.joined import Joint
@@ -42,6 +44,7 @@ class Cut:
         layers: the micro-batches in which layers run, where the loss is one of the whole batch.
         joint: how micro-batches of evaluation come together.
         counts: whether a pass of counts goes before the step.
+        turns: what micro-batches exchange that take turns, where the step calls the layers more than once.
     """
 
     weights: list[float]
@@ -52,6 +55,7 @@ class Cut:
     layers: list[Any] = field(default_factory=list)
     joint: Joint | None = None
     counts: bool = False
+    turns: Exchanged | None = None
 
     def share(self, replicas: int) -> float:
         """By what a replica's loss is multiplied, so that the mean over the replicas is the loss of all."""
@@ -84,6 +88,8 @@ class Cuts:
         self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
         self.weighs, self._unlike = self._says_weight and self._layout.data > 1, False
         self._loaders: Any = None
+        self._refuses_turns: str | None = None
+        self._said_turns: str | None = None
         self.latest = Cut([1.0], float(self._layout.data))
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
@@ -204,7 +210,8 @@ class Cuts:
         """The micro-batches that a batch of training runs in, and what their losses and logged values count."""
         whole = self._options.whole_batch_loss
         repeats = self._stages.repeats
-        if repeats is not None and self._repeats(repeats, call, parts):
+        passes = repeats is not None and self._repeats(repeats, call, parts)
+        if passes and not self._may_take_turns(len(parts)):
             parts = [batch] if whole and not self._says_weight else parts
             weights = self.weights(parts)
             return parts, Cut(weights, self._over_replicas(weights, self._says_weight))
@@ -219,10 +226,12 @@ class Cuts:
         tries = len(parts) > 1 or self._tries_uncut
         if whole and weigh is None and (tries or self.trials.reading.fits):
             read = self.trials.read(call, batch, parts) if tries else self.trials.reading
-            if repeats is not None and self.trials.again:
+            if repeats is not None and self.trials.again and not passes:
                 repeats.note("training_step")
                 return self._cut(call, batch, parts)
             once, told = self.trials.once, read.tells_replicas if len(parts) == 1 else not read.whole
+            if passes and not read.whole and self.trials.turns:
+                parts = [batch]
             if read.whole or self.trials.looks_new:
                 around = self.trials.around and not self.trials.looks_new
                 layers, parts = parts if around and len(parts) > 1 else [], [batch]
@@ -232,12 +241,48 @@ class Cuts:
         elif len(parts) > 1:
             self.trials.say_statistics()
         if sums:
-            return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums)
+            turns = self._turns(parts) if passes else None
+            return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums, turns=turns)
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]
         total = self._over_replicas(weights, weigh is not None, weigh or batch_size_of)
-        return parts, Cut(weights, total, logs, once, layers=layers)
+        turns = self._turns(parts) if passes else None
+        return parts, Cut(weights, total, logs, once, layers=layers, turns=turns)
+
+    def _may_take_turns(self, parts: int) -> bool:
+        """Whether micro-batches of a step that calls the layers more than once may take turns, as its code looks."""
+        if parts == 1 or self._options.whole_batch_loss != "auto" or self._says_weight:
+            return False
+        if self._refuses_turns is None:
+            told = objects.gather(self._why_whole(), self._context.mesh.group("world"))
+            self._refuses_turns = next((each for each in told if each), "")
+            if self._refuses_turns:
+                self._say_turns(self._refuses_turns, parts)
+        return not self._refuses_turns
+
+    def _why_whole(self) -> str:
+        """Why batches of a step that calls the layers more than once run whole, before any trial."""
+        if self.mixing.has_routers:
+            return "experts are judged on whole batches"
+        if self._context.gradients.windows is not None:
+            return "`weight_sharding` gathers layers as they run, in one order on all replicas"
+        if self._context.streams.draws is not None:
+            return "`random_streams='layout'` counts its draws"
+        if takes_gradients(self._context.module):
+            return "its code runs in backwards, or takes gradients itself"
+        return self._skips.whole
+
+    def _turns(self, parts: Sequence[Any]) -> Exchanged | None:
+        """What the micro-batches exchange, if they take turns."""
+        if self.trials.turns or len(parts) > 1:
+            self._say_turns(self.trials.turns, len(parts))
+        return self.trials.exchanged if len(parts) > 1 else None
+
+    def _say_turns(self, why: str, parts: int) -> None:
+        if why != self._said_turns:
+            self._said_turns = why
+            Repeats.say_turns(why, self._layout.pipeline, parts)
 
     def _repeats(self, repeats: Repeats, call: Callable[[Any], Any], parts: Sequence[Any]) -> bool:
         """Whether the training step calls the layers more than once, as far as is known; tried once, if need be."""

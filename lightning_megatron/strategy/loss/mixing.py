@@ -145,6 +145,11 @@ class MixingTrials:
         self._own.samples = batch_size_of(batch) if whole else None
         return found
 
+    @property
+    def has_routers(self) -> bool:
+        """Whether there are mixtures of experts on any rank."""
+        return self._has_routers
+
     def begin(self) -> None:
         """Called at the start of a batch, before anything is tried."""
         self._own.samples = None

@@ -7,7 +7,7 @@ writes, see :mod:`.written`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,26 @@ class Traces:
                     continue  # what has a graph is read in the step, but for lists that the step's own code appends to
                 found[table.name, key] = (before, after)
         return found
+
+    def rebound(self) -> dict[Name, tuple[MutableMapping[Any, Any], Any]]:
+        """Names that stand for another object than before: where they are kept."""
+        found: dict[Name, tuple[MutableMapping[Any, Any], Any]] = {}
+        for table, kept in self._kept:
+            for key in () if table.entries or table.values is not kept.table else list(kept.table):
+                before = kept.values.get(key, (MISSING,))[0]
+                if kept.table[key] is not before and (key in kept.values or key not in NOT_USERS):
+                    found[table.name, key] = kept.table, key
+        return found
+
+    def refilled(self) -> list[Name]:
+        """Lists that have other entries than before."""
+        lists = [
+            (table.name, key, kept.earlier(key), value[0])
+            for table, kept in self._kept
+            for key, value in kept.values.items()
+            if isinstance(value[0], LISTS)
+        ]
+        return [(name, key) for name, key, before, now in lists if list(map(id, before)) != list(map(id, now))]
 
     def _counts(self, key: Any, value: Any, now: Any) -> bool:
         """Whether a value is compared; what a list holds, by its own table."""

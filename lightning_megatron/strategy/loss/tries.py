@@ -20,14 +20,13 @@ then one of some samples of a larger batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.global_rows import Deal
@@ -36,7 +35,8 @@ from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL
-from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.generation.middle import Exchanged, Middle
+from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
@@ -52,7 +52,17 @@ from lightning_megatron.strategy.loss.said import (
 )
 from lightning_megatron.strategy.loss.tables import Name, Table, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.weighing import Counted, Extremes, Finding, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.weighing import (
+    Counted,
+    Extremes,
+    Finding,
+    Reading,
+    TrialRun,
+    candidates,
+    find,
+    narrowest,
+    weighs_otherwise,
+)
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -74,6 +84,7 @@ class _Told(NamedTuple):
         narrow: whether anything was computed in a type narrower than float64.
         joins: number of joined pieces.
         draws: what is drawn for every sample anew, or "".
+        turns: why micro-batches cannot take turns, where a step calls the layers more than once; or "".
     """
 
     own: tuple[list[Name], bool]
@@ -84,6 +95,7 @@ class _Told(NamedTuple):
     narrow: bool
     joins: int
     draws: str
+    turns: str
 
 
 class LossTrials:
@@ -97,6 +109,8 @@ class LossTrials:
         once: values that a step writes once per batch.
         around: whether layers may run in micro-batches where the loss is one of the whole batch.
         again: whether the step was seen to call the layers again.
+        turns: why micro-batches cannot take turns, where the step calls the layers more than once; or "".
+        exchanged: what they exchange when they do.
         began: whether the latest step was the first of a phase, as far as the step's code says.
         replicas: what trials have to do with the other replicas; ``None`` for one.
     """
@@ -122,6 +136,7 @@ class LossTrials:
         self.replicas = OverReplicas(context.mesh, self._device, self._module) if several else None
         self._phases: Phases | None = None
         self._looks_other, self.began, self._of_held = False, False, False
+        self.turns, self.exchanged = "", Exchanged()
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
         """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
@@ -230,7 +245,7 @@ class LossTrials:
             otherwise = self.replicas.count_otherwise(counts, used, batch)
             self._asked += otherwise
             return "counts" if otherwise and self._asked < _UNSETTLED else ""
-        other = self._beyond is not None or _weighs_otherwise(counts, self.reading.way, batch, parts)
+        other = self._beyond is not None or weighs_otherwise(counts, self.reading.way, batch, parts)
         differs = torch.tensor(int(other), device=self._device)
         if self._mesh.layout.data > 1:
             differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
@@ -244,13 +259,16 @@ class LossTrials:
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
         foreign = self._streams.is_foreign
-        tried = Tried(call, self._recording, traces, joins, self._stages, counts_as=2, around=sees, is_foreign=foreign)
+        passes = self._passes()
+        middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
+        around = middle or sees
+        tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, is_foreign=foreign)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows
         spread = nullcontext() if windows is None else windows.trial()
         with streams, spread, self._stages.running(*checked, training=False) as executor:
-            executor.run(step)
+            executor.run(step) if passes is None else passes.try_on(step, self._streams)
         kinds, writes, unsure = tried.written(self._layers)
         own, by_sample, gathers = list[Name](), False, sees is not None and sees.gathers
         if self.replicas is not None:
@@ -259,15 +277,16 @@ class LossTrials:
         self._stages.settle()
         before, found = self.reading, outcome.output
         if isinstance(found, StartOver):
-            self.again = True
+            self.again, self._steps = True, self._steps - 1
             return
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found)
-        alone = self._stages.may_run_around and not inside
+        alone = self._stages.may_run_around and not inside and middle is None
         of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
         draws = tried.draws
-        mine = _Told((own, by_sample), writes, alone, unsure, of_held, draws.narrow, len(joins.joins), draws.apart)
-        told = objects.gather(mine, self._mesh.group("world"))
+        turns = "" if middle is None else middle.refuses(list(kinds), draws=draws.any, gathers=gathers)
+        mine = (own, by_sample), writes, alone, unsure, of_held, draws.narrow, len(joins.joins), draws.apart, turns
+        told = objects.gather(_Told(*mine), self._mesh.group("world"))
         said = zip(*((one.writes, one.draws) for one in told), strict=True)
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
@@ -276,9 +295,7 @@ class LossTrials:
         if due:  # replicas may have unlike numbers of micro-batches
             few = min(one.joins for one in told) == 1
             self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
-        for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
-            self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
-        self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
+        self._take(tried, kinds, middle, next((one.turns for one in told if one.turns), ""))
         could, self.around = self.around, False
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [one.own for one in told], cut=cut)
@@ -296,6 +313,20 @@ class LossTrials:
         if not cut:
             self._stages.release()
 
+    def _take(self, tried: Tried, kinds: Mapping[Name, str], middle: Middle | None, turns: str) -> None:
+        """Take note of what a step writes, at its end and in the middle of it."""
+        for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
+            self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
+        self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
+        self.turns = turns
+        if middle is not None:
+            self.exchanged = self.exchanged.joined(middle)
+
+    def _passes(self) -> Repeats | None:
+        """What runs steps that call the layers more than once, if they do."""
+        repeats = self._stages.repeats
+        return repeats if repeats is not None and repeats.includes("training_step") else None
+
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
         traces = Traces(self._module, beside=True)
@@ -305,7 +336,7 @@ class LossTrials:
             tried.run(executor)
 
         def judged() -> Outcome:
-            why = tried.verdict(self._device, lambda loss: _narrowest(loss, self._device))
+            why = tried.verdict(self._device, lambda loss: narrowest(loss, self._device))
             return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=[why])
 
         why = self._stages.outcome(judged, TRIAL).output[0]
@@ -331,7 +362,7 @@ class LossTrials:
         """The finding of all replicas, on the stage that computes the loss."""
         outputs = [step.outputs[index] for index in range(len(step.micro_batches))]
         runs = [
-            TrialRun(float(loss.detach()), _narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
+            TrialRun(float(loss.detach()), narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
             for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
         findings = []
@@ -364,22 +395,3 @@ def look_of(batch: Any) -> Any:
     """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
     size = batch_size_of(batch)
     return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))
-
-
-def _narrowest(loss: Tensor, device: torch.device) -> torch.dtype:
-    """Type of the loss, or that in which layers compute under autocast."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else loss.dtype
-
-
-def _weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether counting would give the micro-batches of this batch other weights than those in use."""
-    if not any(way.tells(batch) for way in {*ways, *([used] if isinstance(used, Counted) else [])}):
-        return False
-    weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
-    weights = _shares([weigh(part) for part in parts])
-    return any(_shares([way(part) for part in parts]) != weights for way in ways)
-
-
-def _shares(weights: Sequence[float]) -> list[float]:
-    total = sum(weights)
-    return [round(weight / total, 9) for weight in weights] if total else []

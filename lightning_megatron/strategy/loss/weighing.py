@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -350,3 +350,22 @@ class Reading:
     def open(self) -> Iterator[Counted]:
         """Ways of counting that were not told apart from the one in use."""
         return (way for way in self.fits if isinstance(way, Counted) and way != self.way)
+
+
+def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
+    """Whether counting would give the micro-batches of this batch other weights than those in use."""
+    if not any(way.tells(batch) for way in {*ways, *([used] if isinstance(used, Counted) else [])}):
+        return False
+    weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
+    weights = _shares([weigh(part) for part in parts])
+    return any(_shares([way(part) for part in parts]) != weights for way in ways)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [round(weight / total, 9) for weight in weights] if total else []
+
+
+def narrowest(loss: Tensor, device: torch.device) -> torch.dtype:
+    """Type of the loss, or that in which layers compute under autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else loss.dtype

@@ -195,7 +195,7 @@ class SeveralStages:
     @property
     def is_behind_layers(self) -> bool:
         """See :class:`Stages`."""
-        return self._stage.is_behind_layers
+        return self._stage.is_behind_layers or self.repeats.is_between_calls
 
     def leaves_behind(self, where: str) -> bool:
         """See :class:`Stages`."""

@@ -170,6 +170,8 @@ class ScheduledStep:
                 recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches, self._weights)
                 run = self.cuts.mixing.counts.in_parts(recorded) if training and len(parts) > 1 else recorded
                 step = PipelineStep(schedule, run, parts, name, scales, self._gradients.sink, asks)
+            if cut.turns is not None:
+                passes = partial(train, turns=cut.turns, asides=[recorder.elsewhere])
             self._appended.snapshot()
             self._batches.begin(batch)
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
