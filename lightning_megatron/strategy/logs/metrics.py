@@ -203,7 +203,7 @@ class MetricRouter:
         self._alone = mesh.layout.pipeline == 1
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank
-        self._running = running
+        self._running, self._computes = running, False
         self._listener = MetricListener(running.metric_calls)
         self._attached: list[Metric] = []
         self._replaced = Replacements()
@@ -228,10 +228,14 @@ class MetricRouter:
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``metric.compute()`` on the last stage; its value elsewhere."""
-        if self._alone or self._running.recorder is not None:
+        if self._alone or self._running.recorder is not None or self._computes:
             return compute(*args, **kwargs)
         if self._has_loss:
-            value = compute(*args, **kwargs)
+            self._computes = True  # a wrapper computes the metric in it, which the others do not
+            try:
+                value = compute(*args, **kwargs)
+            finally:
+                self._computes = False
             sent = map_tensors(value, lambda tensor: tensor.detach().cpu())
             objects.broadcast(sent, self._loss_rank, self._pipeline_group)
             return value

@@ -129,7 +129,7 @@ class OverReplicas:
         return bool((highest - lowest > 1e-9 * highest).any())
 
     def own_values(
-        self, tried: Tried, kinds: Mapping[Name, str], traces: Traces, *, gathers: bool
+        self, tried: Tried, kinds: Mapping[Name, str], traces: Traces, *, gathers: bool, cut: bool
     ) -> tuple[list[Name], bool]:
         """Values that each replica writes from its own samples, and goes on from; collective over them.
 
@@ -138,6 +138,7 @@ class OverReplicas:
             kinds: how values of a batch come of those of its parts.
             traces: of the module.
             gathers: whether the step itself gathers over the replicas.
+            cut: whether the batch runs in micro-batches.
 
         Returns:
             Their names, and whether there are others that have a row for each sample.
@@ -152,7 +153,8 @@ class OverReplicas:
         found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
             others = (said for said, names in mine.items() if any(kinds.get(name) != "same" for name in names))
-            found = list(dict.fromkeys([*found, *others, *traces.weights.unlike]))
+            metric = tried.mixed_metric(cut=cut)
+            found = list(dict.fromkeys([*found, *others, *traces.weights.unlike, *([metric] if metric else [])]))
         return found, bool(rows)
 
     def say(

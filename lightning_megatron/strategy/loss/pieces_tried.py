@@ -17,6 +17,7 @@ from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
@@ -115,6 +116,7 @@ class Tried:
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = SameDraws(joins.joins, is_foreign), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
+        self._metrics = MetricStates(traces.module)
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self.recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
@@ -134,14 +136,20 @@ class Tried:
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
                 changes = self.traces.changes()
+                self._metrics.note(index)
                 self.traces.put_back()
             self._changes[index] |= changes
             for name in changes:
                 self._turns[name] = min(self._runs[index], self._turns.get(name, self._runs[index]))
             self._runs[index] += 1
 
-    def written(self, layers: Sequence[str]) -> tuple[dict[Name, str], str, bool]:
-        """How what a batch writes comes of its parts, and one value that the whole has to write; see :func:`judge`."""
+    def written(self, layers: Sequence[str], *, cut: bool = True) -> tuple[dict[Name, str], str, bool]:
+        """How what a batch writes comes of its parts, and one value that the whole has to write; see :func:`judge`.
+
+        Args:
+            layers: names of the trunk's.
+            cut: whether micro-batches update one metric, and not replicas each its own.
+        """
         pieces, joins = self._pieces.pieces, []
         for both, pair in self._pieces.joins.items():
             parts = [pieces[index] for index in pair]
@@ -152,7 +160,12 @@ class Tried:
         kinds, writes, unsure = judge(
             joins, layers, self.traces.lasting({name for found in self._changes for name in found})
         )
+        writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or writes
         return kinds, next((spelled(name) for name in sorted(self.traces.weights.found)), writes), unsure
+
+    def mixed_metric(self, *, cut: bool) -> Name | None:
+        """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""
+        return self._metrics.mixed(self._pieces.joins, cut=cut)
 
     def changes(self, piece: int) -> Changes:
         """What the step has written in one of the pieces."""

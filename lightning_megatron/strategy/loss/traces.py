@@ -52,6 +52,7 @@ class Traces:
     Attributes:
         buffers: names of what is a buffer.
         weights: notes which weights code writes that runs inside of its ``noted()``.
+        module: as given.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Traces:
             tables += [*tables_beside(module), *tables_of_optimizers(module)]
             for table in tables:
                 wrap_iterators(table)
-        self.weights, self._module = WeightWrites(module), module
+        self.weights, self.module = WeightWrites(module), module
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
         self._hooks = KeptHooks(hooks or HookTables(module))
         self._compared = [each for each in self._kept if each[0].name not in metrics] if metrics else self._kept
@@ -79,7 +80,7 @@ class Traces:
 
     def lasting(self, names: Collection[Name]) -> set[Name]:
         """What later steps read: buffers, and those of ``names`` that the code of their modules reads first."""
-        return self.buffers | {name for name in names if reads_first(self._module, *name)}
+        return self.buffers | {name for name in names if reads_first(self.module, *name)}
 
     def changes(self) -> Changes:
         """Numbers, tensors, lists and states written since: name of the table and key -> value before and now."""

@@ -269,10 +269,10 @@ class LossTrials:
         spread = nullcontext() if windows is None else windows.trial()
         with streams, spread, self._stages.running(*checked, training=False) as executor:
             executor.run(step) if passes is None else passes.try_on(step, self._streams)
-        kinds, writes, unsure = tried.written(self._layers)
+        kinds, writes, unsure = tried.written(self._layers, cut=cut)
         own, by_sample, gathers = list[Name](), False, sees is not None and sees.gathers
         if self.replicas is not None:
-            own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=gathers)
+            own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=gathers, cut=cut)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=gathers), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
