@@ -27,6 +27,8 @@ CLASSES = 5
 class Net(LightningModule):
     """Classifies; metrics see its samples."""
 
+    batch = 8
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
@@ -50,6 +52,8 @@ class Net(LightningModule):
     def on_train_epoch_end(self) -> None:
         self.found = [float(each.compute()) for each in (self.highest, self.total, self.mean)]
         self.found.append(float(self.last()))
+        if self.accuracy.update_called:  # by the last stage, which the others are told
+            self.found.append(float(self.accuracy.compute()))
 
     def last(self) -> Tensor:
         return self.all.compute().std()
@@ -71,7 +75,23 @@ class OfBatches(Net):
         return self.latest.compute()
 
 
-KINDS = {kind.__name__: kind for kind in (Net, OfBatches)}
+class Sized(Net):
+    """Says what a batch counts in the mean of an epoch whose last batch is smaller."""
+
+    batch = 10
+
+    def count(self, loss: Tensor, scores: Tensor, classes: Tensor) -> None:
+        self.log("the same", loss, batch_size=5, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("its own", loss, batch_size=len(classes), on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.found = []
+
+    def on_train_end(self) -> None:
+        self.found = [float(self.trainer.callback_metrics[name]) for name in ("the same", "its own")]
+
+
+KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized)}
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[list[float], list[str]]:
@@ -90,7 +110,7 @@ def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[list
     sampler = DistributedSampler(data, **sizes, shuffle=False) if sizes is not None else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        size = 8 // (sizes or {"num_replicas": 1})["num_replicas"]
+        size = module.batch // (sizes or {"num_replicas": 1})["num_replicas"]
         trainer.fit(module, DataLoader(data, batch_size=size, sampler=sampler))
     return module.found, [str(each.message) for each in said]
 
@@ -103,6 +123,8 @@ PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
     [
         ("OfBatches", 2, PP),
         ("Net", 2, PP),
+        ("Sized", 2, PP),
+        pytest.param("Sized", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("OfBatches", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("Net", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("OfBatches", 2, {**PP, "pipeline_schedule": "zb-v"}, marks=WIDE),

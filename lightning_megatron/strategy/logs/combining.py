@@ -156,3 +156,19 @@ def line_of_user() -> str:
 
 
 _LIBRARIES = ("torch", "lightning", "lightning_megatron", "contextlib", "functools")
+
+
+def combine(how: Any, values: Tensor, weights: Tensor) -> Tensor:
+    """One value for those of several micro-batches or replicas.
+
+    Args:
+        how: ``mean`` (weighted), a key of :data:`OPERATIONS`, or a
+            :class:`Mean`.
+        values: ``[n]``.
+        weights: ``[n]``.
+    """
+    if how == "mean" or isinstance(how, Mean):
+        if values.numel() == 1:
+            return values[0]
+        return how(values, weights) if isinstance(how, Mean) else (values * weights).sum() / weights.sum()
+    return OPERATIONS[how](values)

@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
@@ -72,6 +73,8 @@ class Leftovers:
         self._options: dict[tuple[str, str], Any] = {}
         self._beside = WrittenBeside(module, presence.layer_names(), partial(_followed, depth=_DEPTH))
         self._is_last = mesh.rank == mesh.loss_rank
+        self._metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+        self._updates: dict[str, int] = {}
 
     def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         """The user's step; see :class:`.WrittenBeside`."""
@@ -82,6 +85,7 @@ class Leftovers:
         self._before = {name: _fingerprint(value) for name, value in self._candidates()}
         self._buffers.snapshot()
         if self._is_last:
+            self._updates = {name: metric.update_count for name, metric in self._metrics.items()}
             self._beside.snapshot()
             self._options = {name: _fingerprint(value) for name, value in self._of_optimizers().items()}
 
@@ -93,15 +97,17 @@ class Leftovers:
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
         """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or
-        ``buffer`` for a buffer, ``layers`` for what layers have left behind, as bytes, ``option`` for one of an
-        optimizer or scheduler, by its key, or ``beside`` for an entry of a table that is none of the module's own
-        attributes, by its address.
+        ``buffer`` for a buffer, ``metric`` for how often a metric was updated, ``layers`` for what layers have left
+        behind, as bytes, ``option`` for one of an optimizer or scheduler, by its key, or ``beside`` for an entry of a
+        table that is none of the module's own attributes, by its address.
         """
         found: list[tuple[str, str, Any, Any]] = []
         left_behind = self._side_effects.take_step()
         if left_behind is not None:
             found.append(("layers", "", None, left_behind))
         found += [("buffer", name, None, buffer) for name, buffer in self._buffers.changed()]
+        counts = ((name, metric.update_count) for name, metric in self._metrics.items())
+        found += [("metric", name, None, count) for name, count in counts if self._updates.get(name) != count]
         for name, value in self._candidates():
             now = _fingerprint(value)
             before = self._before.get(name)
@@ -133,6 +139,9 @@ class Leftovers:
         for kind, name, length, value in changes:
             if kind == "buffer":
                 self._buffers.set(name, value)
+                continue
+            if kind == "metric":  # `if metric.update_called:` in a hook
+                self._metrics[name]._update_count = value
                 continue
             if kind == "option":
                 for table in tables_of_optimizers(self._module):

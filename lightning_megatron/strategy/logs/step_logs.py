@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from numbers import Number
@@ -29,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.strategy.logs.combining import OPERATIONS, Logged, Mean, line_of_user
+from lightning_megatron.strategy.logs.combining import Logged, Mean, combine, line_of_user
 from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls
 
 _EMPTY = inspect.Parameter.empty
@@ -133,6 +134,7 @@ class LogRecorder:
         within: by key, how the values of micro-batches combine, where trials have told: see
             :mod:`~lightning_megatron.strategy.logs.combining`; ``None`` where they have shown no way.
         at_once: called with the logs of each call as it is made, where nothing is to be aggregated.
+        constant: keys whose ``batch_size=`` is that of a batch, however many samples it has.
     """
 
     def __init__(
@@ -143,7 +145,9 @@ class LogRecorder:
         within: Mapping[str, Any] = MappingProxyType({}),
         take: TakesLog | None = None,
         at_once: TakesLogs | None = None,
+        constant: AbstractSet[str] = frozenset(),
     ) -> None:
+        self._constant = constant
         self._within, self._take, self._at_once = within, take, at_once
         self._module, self._check = module, check
         self._records: dict[tuple[str, int], _Recorded] = {}
@@ -198,7 +202,8 @@ class LogRecorder:
         record.counts.append(self._weigh)
         record.batch_sizes.append(batch_size)
         if batch_size is not None:
-            record.batch_size = (record.batch_size or 0) + int(batch_size)
+            earlier = 0 if name in self._constant else record.batch_size or 0
+            record.batch_size = earlier + int(batch_size)
         if self._at_once is not None:
             logs = self.collect(self._module.device)
             self._records, self._own = {}, {}
@@ -243,6 +248,10 @@ class LogRecorder:
                 for part, value, size in zip(found, record.values, record.batch_sizes, strict=False):
                     part.setdefault(name, {})[count] = float(value), size
         return found
+
+    def sizes(self) -> dict[str, int | None]:
+        """The ``batch_size=`` that the one part of a batch that ran has logged with each key."""
+        return {name: record.batch_size for (name, _), record in self._records.items()}
 
     def logged(self) -> dict[str, Logged]:
         """What the one part of a batch that ran has logged as numbers."""
@@ -326,22 +335,6 @@ def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return options.pop("name"), options.pop("value"), options
 
 
-def combine(how: Any, values: Tensor, weights: Tensor) -> Tensor:
-    """One value for those of several micro-batches or replicas.
-
-    Args:
-        how: ``mean`` (weighted), a key of :data:`~lightning_megatron.strategy.logs.combining.OPERATIONS`, or a
-            :class:`~lightning_megatron.strategy.logs.combining.Mean`.
-        values: ``[n]``.
-        weights: ``[n]``.
-    """
-    if how == "mean" or isinstance(how, Mean):
-        if values.numel() == 1:
-            return values[0]
-        return how(values, weights) if isinstance(how, Mean) else (values * weights).sum() / weights.sum()
-    return OPERATIONS[how](values)
-
-
 class Recording:
     """The logs of the step that is running on this rank, if one is.
 
@@ -353,6 +346,7 @@ class Recording:
     Attributes:
         recorder: takes what the running step logs; ``None`` between steps.
         hand_on: logs of a step -> Lightning, for steps that have nothing to aggregate; ``None`` outside of a run.
+        constant: keys whose ``batch_size=`` trials have found to be the same for parts of a batch and the whole.
     """
 
     hand_on: TakesLogs | None = None
@@ -366,6 +360,7 @@ class Recording:
         self._module, self._check, self._take = module, check, take
         self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
+        self.constant: set[str] = set()
 
     @contextmanager
     def step(
@@ -380,7 +375,9 @@ class Recording:
         """
         calls = MetricCalls(self._metric_copies) if micro_batches > 1 else None
         at_once = self.hand_on if alone else None
-        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, self._take, at_once)
+        self.recorder = recorder = LogRecorder(
+            self._module, calls, self._check, within, self._take, at_once, self.constant
+        )
         try:
             yield recorder
         finally:

@@ -188,6 +188,17 @@ class Tried:
         """
         return self._turns[name] if name[0] in Parts(layers) else None
 
+    def note_sizes(self) -> None:
+        """Tell the recording which keys are logged with the same ``batch_size=``, however many samples there are."""
+        sizes = [recorder.sizes() if recorder is not None else {} for recorder in self.recorders]
+        for both, pair in self._pieces.joins.items():
+            for name, size in sizes[both].items():
+                parts = [sizes[piece].get(name) for piece in pair]
+                if size is not None and all(part == size for part in parts):
+                    self._recording.constant.add(name)
+                elif None not in parts:
+                    self._recording.constant.discard(name)
+
     def logs(self) -> list[dict[str, Logged]]:
         """What was logged as numbers, run by run."""
         return [recorder.logged() if recorder is not None else {} for recorder in self.recorders]

@@ -319,6 +319,7 @@ class LossTrials:
             self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
         self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
         self.turns = turns
+        tried.note_sizes()
         if middle is not None:
             self.exchanged = self.exchanged.joined(middle)
 

@@ -165,6 +165,7 @@ class EvaluatedParts:
         if repeats is not None:
             context.experts.end()
         kinds, writes, unsure = run.written(context.layers)
+        run.note_sizes()
         outcome = stages.outcome(partial(self._found, known, step, run, joins), tried(name))
         stages.settle()
         if isinstance(outcome.output, StartOver) and repeats is not None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch import waits
 from lightning_megatron.strategy.logs.batch_writes import BatchChanges
-from lightning_megatron.strategy.logs.step_logs import StepLogs, combine
+from lightning_megatron.strategy.logs.combining import combine
+from lightning_megatron.strategy.logs.step_logs import StepLogs
 
 
 @dataclass
