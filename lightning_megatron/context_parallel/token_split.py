@@ -151,10 +151,6 @@ class TokenSplit(SplitDim):
         """Runs of this rank."""
         return self.runs[self.group.rank()]
 
-    def rows(self, device: torch.device) -> Tensor:
-        """Index of every row of this rank: [rows]."""
-        return _index_of((self.mine,), str(device))
-
     def order(self, device: torch.device) -> Tensor:
         """Where each token is among the rows of all ranks, one rank after another: [length]."""
         return torch.argsort(_index_of(self.runs, str(device)))
@@ -182,11 +178,13 @@ class TokenSplit(SplitDim):
         return self.take_held(whole, dim)
 
     def take_held(self, whole: Tensor, dim: int, block: int = 0) -> Tensor:
-        """The same; a view where the rows are one run."""
+        """The same; a view where the rows are one run.
+
+        No rank saves a tensor for the backward, for whose sake a checkpoint around it would run again on that rank
+        alone, and wait for the others.
+        """
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.mine]
-        if len(parts) == 1:
-            return parts[0]
-        return whole.index_select(dim, self.rows(whole.device))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def summed(self, partial: Tensor) -> Tensor:
         """Sum over the ranks, on every rank."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.data_parallel.buckets import host_memory
@@ -29,13 +30,14 @@ class Decoder(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
-        self.layers = nn.ModuleList(KINDS[kind]() for _ in range(4))
+        self.layers = nn.ModuleList(KINDS[kind.removeprefix("checkpointed ")]() for _ in range(4))
+        self.checkpointed = kind.startswith("checkpointed ")
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return self.head(self.norm(x))
 
 

@@ -18,6 +18,7 @@ LAYOUTS = [
     ("rotary", {CP: 2, **RING, **TOKENS}, {}),
     ("by hand", {DP: 2, "weight_sharding": True, **ALL}, {}),
     ("hf_gemma2", {PP: 2, **TOKENS}, {}),
+    ("checkpointed block", {CP: 2, **RING, **ALL}, {}),
     *(
         pytest.param(*row, marks=wide)
         for row in (
@@ -43,6 +44,9 @@ LAYOUTS = [
             ("block", {PP: 2, "pipeline_schedule": "zb-h1", **ALL}, {}),
             ("block", {PP: 2, "loss_chunks": 3, **TOKENS}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
             ("by hand", {CP: 2, PP: 2, **ALL}, {}),
+            ("checkpointed block", {CP: 2, **HEADS, **TOKENS}, {}),
+            ("checkpointed block", {CP: 2, PP: 2, **ALL}, {}),
+            ("checkpointed block", {**ALL}, {}),
             ("rotary", {"activation_recompute": "full"}, {}),
             ("rotary", {"micro_batch_size": 1, "optimizer_offload": True, **TOKENS}, {}),
         )
