@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.train import make_trainer
@@ -147,3 +148,16 @@ def test_draws_that_parts_repeat_are_told_from_those_that_are_joined(draw: Any, 
         with draws.run(index):
             draw(size)
     assert (apart in draws.apart) if apart else not draws.apart
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_tossed_for_a_batch_falls_alike_in_all_of_its_micro_batches(apart: bool) -> None:
+    streams = SegmentStreams(torch.device("cpu"), 0, 7, apart=apart)
+    tosses, steps = [], 3
+    for _ in range(steps):
+        with streams.step(training=True):
+            for micro_batch in range(4):
+                streams.enter_micro_batch(micro_batch)
+                tosses.append((random.random(), float(torch.rand(()))))
+    assert len({python for python, _ in tosses}) == (4 * steps if apart else steps)
+    assert len({drawn for _, drawn in tosses}) == 4 * steps, "torch's are those of each sample"

@@ -55,7 +55,8 @@ def absorb(state: int, *values: int) -> int:
 class SegmentStreams:
     """Reseeds the random generators for each segment of a step.
 
-    Python's and NumPy's generators are reseeded per micro-batch, torch's per segment.
+    Python's and NumPy's generators are reseeded per micro-batch, torch's per segment. Where micro-batches are to be one
+    batch, the former begin alike in each: ``if random.random() < 0.5:`` falls alike in all of them.
 
     Args:
         device: device whose generator is reseeded besides the CPU's.
@@ -63,6 +64,7 @@ class SegmentStreams:
         seed: equal on all stages of a replica.
         draws: answers draws from counters, so that they are those of one process in any layout; ``None`` where
             torch's generators do.
+        apart: whether each micro-batch is one of its own.
 
     Attributes:
         segmented: whether segments of a step draw from streams of their own; see :class:`.one_stream.OneStream`.
@@ -70,8 +72,10 @@ class SegmentStreams:
 
     segmented = True
 
-    def __init__(self, device: torch.device, replica: int, seed: int, draws: LayoutDraws | None = None) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
+    def __init__(
+        self, device: torch.device, replica: int, seed: int, draws: LayoutDraws | None = None, *, apart: bool = False
+    ) -> None:
+        self._device, self._on_gpu, self._apart = device, device.type == "cuda", apart
         self._replica, self.draws = replica if draws is None else 0, draws
         self._rows, self._ahead = [_WHOLE], dict[int, int]()
         self._now, self._drawn = 0, False
@@ -230,9 +234,10 @@ class SegmentStreams:
             self._go_to_rows(micro_batch, whole=whole)
             self.draws.enter(0, 0)
         self._enter_known(seed)
-        random.seed(seed)
+        others = seed if self._apart else self._seed_of(self._state_of(0), 0)
+        random.seed(others)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+            sys.modules["numpy"].random.seed(others & 0xFFFFFFFF)
         self._others = _states_of_others() if self.draws is not None and self.draws.splits else None
         self._ahead = {segment: self._seed_of(state, segment) for segment in segments}
 
