@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.harness import remember
+from tests.harness import device, remember
 from tests.harness.filters import filter_lines
 from tests.harness.lanes import SideBySide
 from tests.harness.pool import share_fork_server
@@ -22,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=range(TENTHS),
         metavar="N",
         help=f"run one tenth of the exhaustive tables as well, N from 0 to {TENTHS - 1}; with `-m wide`, that alone",
+    )
+    group.addoption(
+        "--gpu",
+        action="store_true",
+        help="run the Trainers of most tests on this machine's GPU, which all ranks of a layout share",
     )
     group.addoption(
         "--lanes",
@@ -41,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in filter_lines():
         config.addinivalue_line("filterwarnings", line)
     option = config.option
+    if option.gpu:
+        device.use_gpu()
     if not (option.markexpr or option.wide or option.wide_tenth is not None):
         option.markexpr = "not wide"
     config.add_cleanup(remember.open_folder())

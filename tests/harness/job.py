@@ -7,6 +7,7 @@ whose file handles die with a killed worker, and killing workers is half of this
 from __future__ import annotations
 
 import importlib
+import io
 import pickle
 import socket
 import sys
@@ -147,9 +148,21 @@ def check_function(function: Callable[..., Any]) -> None:
         )
 
 
+class _ToHost(pickle.Pickler):
+    """Tensors of a GPU travel as tensors of the CPU: who reads them has not started CUDA, and need not."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.is_cuda:
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
 def pack(payload: Any) -> bytes:
     """Pickles ``payload``; tensors travel as bytes."""
-    return pickle.dumps(payload, protocol=pickle.HIGHEST_PROTOCOL)
+    buffer = io.BytesIO()
+    _ToHost(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(payload)
+    return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import lanes, worker
+from tests.harness.device import on_gpu
 from tests.harness.job import Job, JobFailed, Outcome, RankInfo, check_function, pack, unpack
 
 MAX_WORKERS = 16
@@ -117,7 +118,7 @@ class Pool:
         packed = self._pack(function, ranks, tuple(args), kwargs or {})
         team = self._team(ranks)
         outcomes = _collect(team, packed, deadline, grace)
-        if all(outcome.ok for outcome in outcomes) and _finish(team):
+        if all(outcome.ok for outcome in outcomes) and _finish(team) and not on_gpu():
             self.idle = team + self.idle
         else:
             for member in team:

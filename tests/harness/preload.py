@@ -27,6 +27,7 @@ import tests.harness.state
 import tests.harness.worker
 import tests.parity.compare  # noqa: F401
 from lightning_megatron.pipeline.elsewhere.abstract import abstract_run
+from tests.harness.device import on_gpu
 from tests.parity.zoo.registry import ZOO
 
 
@@ -47,7 +48,7 @@ def learn_training() -> None:
     """Takes a step of a plain Trainer: a quarter of a worker's first job is what Python and Lightning look up once.
 
     Python remembers the file of every module (`inspect`) and which class is of which kind (`abc`). No threads come of
-    it, which a fork would lose.
+    it, which a fork would lose; a torch built for GPUs starts some in its first backward, and is not asked to.
     """
     inspect.getmodule(sys._getframe())
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -68,7 +69,9 @@ for name in ("generation.utils", *(f"models.{family}.modeling_{family}" for fami
     importlib.import_module(f"transformers.{name}")
 
 torch.set_num_threads(1)
-learn_shapes()
-learn_training()
+if not on_gpu():  # fake tensors ask what devices there are, which starts CUDA
+    learn_shapes()
+if torch.version.cuda is None and torch.version.hip is None:
+    learn_training()
 gc.collect()
 gc.freeze()

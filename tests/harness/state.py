@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import distributed
 
+from tests.harness.device import be_a_machine
 from tests.harness.filters import apply_filters
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
@@ -64,6 +65,7 @@ def prepare(rank: int, directory: str) -> None:
     numpy.random.seed(0)
     torch.manual_seed(0)
     os.chdir(directory)
+    be_a_machine()
     rank_zero_only.rank = rank
 
 

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import distributed
 
+from tests.harness.device import on_gpu
 from tests.harness.job import Outcome, RankInfo
 from tests.harness.pool import run_job
 from tests.harness.remember import remembered
@@ -71,10 +72,10 @@ class ReusedProcesses(ClusterEnvironment):
         rank_zero_only.rank = rank
 
     def local_rank(self) -> int:
-        return self.info.rank
+        return 0 if on_gpu() else self.info.rank
 
     def node_rank(self) -> int:
-        return 0
+        return self.info.rank if on_gpu() else 0
 
 
 def run_trainers(
@@ -85,7 +86,7 @@ def run_trainers(
 ) -> list[Outcome]:
     """Runs ``function(info, *args)`` on ``devices`` processes, where it builds and uses a Trainer.
 
-    The Trainer must be given ``plugins=[ReusedProcesses(info)]`` and ``devices=info.world_size``.
+    The Trainer must be given ``plugins=[ReusedProcesses(info)]`` and `trainer_devices`.
 
     Args:
         function: importable by name.

@@ -18,7 +18,7 @@ from lightning_megatron.pipeline.forwards.low_precision_linears import check_flo
 from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 from lightning_megatron.strategy.lightning.precision import MegatronMixedPrecision
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9) else [])]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 # Half a unit in the last place: 2^-4 of a number in e4m3, 2^-3 in e5m2. Rounding errors of the terms of a sum have
 # either sign, so that of a product, relative to it as a whole, stays below that of its two factors together.
@@ -48,6 +48,8 @@ def _gradients(x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, eight: boo
 def test_a_linear_and_its_gradients_are_those_of_float32_but_for_the_digits(
     tokens: tuple[int, ...], device: str
 ) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no products of 8 bits")
     factors = tuple(t.to(device) for t in _factors(tokens))
     found = _gradients(*factors, eight=True)
     wanted = _gradients(*(t.float() for t in factors), eight=False)

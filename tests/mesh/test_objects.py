@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages import collectives, objects
 from tests.harness import run_on_mesh, run_ranks
 
 
@@ -98,4 +98,13 @@ class _Group:
 def test_bytes_travel_on_a_device_that_the_backend_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for kinds, expected in ((("cpu",), "cpu"), (("cpu", "cuda"), "cpu"), (("cuda",), "cuda:3"), ((), "cpu")):
-        assert objects._device(_Group(*kinds)) == torch.device(expected)  # type: ignore[arg-type]
+        assert objects.device_of(_Group(*kinds)) == torch.device(expected)  # type: ignore[arg-type]
+
+
+def test_weights_of_the_cpu_travel_on_a_device_that_the_backend_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(collectives, "device_of", lambda group: torch.device("meta"))
+    monkeypatch.setattr(distributed, "broadcast", lambda x, source, group: sent.append(x.device.type))
+    with pytest.raises(NotImplementedError, match="meta"):  # a device without numbers has none to copy back
+        collectives.raw_broadcast(torch.ones(2), 0, None)
+    assert sent == ["meta"]

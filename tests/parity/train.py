@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from tests.harness import RankInfo, ReusedProcesses
+from tests.harness.device import on_gpu, trainer_devices
 from tests.parity.row import CLIPS, Row
 from tests.parity.zoo.registry import build
 
@@ -71,7 +72,7 @@ def make_strategy(row: Row) -> Any:
     if row.strategy == "plain":
         return "auto"
     if row.strategy == "ddp":
-        return DDPStrategy(process_group_backend="gloo")
+        return DDPStrategy(process_group_backend="nccl" if on_gpu() else "gloo")
     from lightning_megatron import MegatronStrategy
 
     pipeline, data, tensor = row.sizes
@@ -89,8 +90,7 @@ def make_strategy(row: Row) -> Any:
 def make_trainer(info: RankInfo, strategy: Any, **options: Any) -> Trainer:
     """A quiet float64 Trainer on this job's processes; ``options`` override."""
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": info.world_size,
+        **trainer_devices(info.world_size),
         "strategy": strategy,
         "plugins": [ReusedProcesses(info)] if strategy != "auto" else None,
         "precision": "64-true",

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.mesh.messages import exchange
+from lightning_megatron.mesh.messages.objects import device_of
 from lightning_megatron.mesh.watch import waits
 
 TENSOR_AXIS = "tensor_parallel"
@@ -83,9 +84,15 @@ def extremes_over(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
 
 
 def raw_broadcast(x: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    """Broadcast the contiguous ``x`` of global rank ``source`` into ``x`` of all ranks, in place, outside autograd."""
-    with waits.on(waits.collective, "broadcast", x, group):
-        dist.broadcast(x, source, group=group)
+    """Broadcast the contiguous ``x`` of global rank ``source`` into ``x`` of all ranks, in place, outside autograd.
+
+    NCCL reaches no tensor of the CPU, where weights are until they have been split: those go by way of the GPU.
+    """
+    carried = x.detach().to(device_of(group)) if x.device.type == "cpu" else x
+    with waits.on(waits.collective, "broadcast", carried, group):
+        dist.broadcast(carried, source, group=group)
+    if carried.device != x.device:
+        x.detach().copy_(carried)
 
 
 def wait_for(work: Started | None, name: str, operand: Tensor | None, group: dist.ProcessGroup | None) -> None:

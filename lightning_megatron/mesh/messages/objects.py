@@ -75,7 +75,7 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     """
     if _alone(group):
         return value
-    device = _device(group)
+    device = device_of(group)
     sends = dist.get_rank() == source
     data = encode(value).to(device) if sends else torch.empty(0, dtype=torch.uint8, device=device)
     length = torch.tensor([data.numel() if sends else _NOT_SENT], device=device)
@@ -96,7 +96,7 @@ def _alone(group: dist.ProcessGroup | None) -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Device of tensors that ``group`` can send: the CPU if one of its backends supports it, else the current GPU."""
     group = group or dist.group.WORLD
     kinds = [torch.device(kind).type for kind in getattr(group, "_device_types", ())]
@@ -107,7 +107,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _announce(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
     """Pickle ``value``, and all-gather the lengths: this rank's bytes, and the number of bytes of each rank."""
-    data = encode(value).to(_device(group))
+    data = encode(value).to(device_of(group))
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=data.device)
     own = torch.tensor([data.numel()], device=data.device)
     with waits.on(waits.collective, "all_gather", own, group):

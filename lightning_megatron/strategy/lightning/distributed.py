@@ -15,7 +15,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -50,30 +49,51 @@ def connect(
 ) -> None:
     """Make the default process group, unless there is one already.
 
+    A GPU is not bound to it. Of a bound one, NCCL would split all groups off the default one, for which all ranks of
+    the world must meet, while some groups here are of those ranks alone that need them; and it would put the messages
+    between stages in line with all else that their group does.
+
     Args:
         environment: knows where rank 0 listens, and the size of the world.
         backend: of the group.
         rank: global rank of this process.
         timeout: of collectives.
-        device: this rank's; a GPU is bound to the group.
+        device: this rank's.
     """
     if environment.world_size() > 1:  # Lightning's own use of torch, said by every process and for nobody to change
         warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
     for name in _SAID_BY_ALL:
         logging.getLogger(name).addFilter(_said_once)  # adding it again changes nothing
-    device_id = device if device.type != "cpu" else None
-    _init_dist_connection(environment, backend, rank, timeout=timeout, device_id=device_id)
+    _init_dist_connection(environment, backend, rank, timeout=timeout)
+    if device.type == "cuda":
+        _begin_backwards(device)
+
+
+def _begin_backwards(device: torch.device) -> None:
+    """Start torch's thread for backwards on a GPU. One whose first operation is a product, as a stage's may be, would
+    find no CUDA context there, and warn.
+    """
+    with torch.enable_grad():
+        torch.ones((), device=device, requires_grad=True).mul(2).backward()
 
 
 def reduce(tensor: Tensor, group: ProcessGroup, operation: Any) -> Tensor:
     """``tensor`` reduced over a group, as Lightning's strategies reduce what is logged.
 
+    Lightning's own has a barrier before, which is not needed, and in which torch guesses this rank's GPU.
+
     Args:
-        tensor: equal in shape on all ranks; may be changed in place.
+        tensor: equal in shape on all ranks; changed in place.
         group: of ranks.
-        operation: ``"mean"``, ``"sum"`` or one of torch's.
+        operation: ``"mean"``, ``"sum"`` or one of torch's; ``None`` for the sum.
     """
-    return _sync_ddp_if_available(tensor, group, reduce_op=operation)
+    named = operation.lower() if isinstance(operation, str) else operation
+    means = named in ("mean", "avg") or named == dist.ReduceOp.AVG  # which gloo does not know
+    total = dist.ReduceOp.SUM if means or named is None else named
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, total.upper()) if isinstance(total, str) else total, group=group)
+    if not means:
+        return tensor
+    return tensor.div_(group.size()) if tensor.is_floating_point() else tensor.copy_(tensor / group.size())
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
