@@ -387,7 +387,7 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     assert "seen" not in vars(module) and module.table == {"samples": 0} and module.kept == []
     assert not module.mean.any() and module.meter.best == 5.0
     kinds, writes, _ = judge([Join(changes[:2], changes[2])])
-    assert kinds == {("", "seen"): "same", ("table", "samples"): "sum"} and writes in ("meter.best", "mean")
+    assert kinds == {("", "seen"): ("same",), ("table", "samples"): ("sum",)} and writes in ("meter.best", "mean")
     assert judge([Join([{}, {}], {})]) == ({}, "", False)
     right = ("", "right")
     added = Join([{}, {right: (3, 5)}], {right: (3, 5)})
@@ -395,10 +395,10 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     mean = ("layers.0", "mean")
     unlike = Join([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
     assert judge([unlike], ["layers.0"])[1] == "" and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
-    assert judge([added]) == ({right: "sum"}, "", False)
+    assert judge([added]) == ({right: ("sum",)}, "", False)
     again = Join([{mean: (5, 4)}, {mean: (5, 6)}], {})  # the whole had left its mean before: no count that goes on
     assert judge([again], ["layers.0"])[0] == {}
-    assert judge([alike]) == ({right: "same"}, "", False) and judge([added, alike])[1] == "right"
+    assert judge([alike]) == ({right: ("same",)}, "", False) and judge([added, alike])[1] == "right"
     begun = Join([{right: (None, [1])}, {right: (None, [2])}], {right: (None, [1, 2])})  # a list where nothing was
     shut = Join([{right: ({1}, None)}, {right: ({1}, {1, 2})}], {right: ({1}, {1, 2})})
     assert judge([begun]) == ({}, "right", False) and judge([shut]) == ({}, "right", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import Accuracy, CatMetric, MaxMetric, MeanMetric, SumMetric
+from torchmetrics import Accuracy, CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import RunningMean
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
+from lightning_megatron.strategy.logs.metrics import MetricCalls
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.train import make_trainer
 
@@ -91,15 +93,68 @@ class Sized(Net):
         self.found = [float(self.trainer.callback_metrics[name]) for name in ("the same", "its own")]
 
 
-KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized)}
+class Told(Net):
+    """Means and sums see its loss, one by a call whose value is logged; the last batch is smaller."""
+
+    batch, weighs = 10, False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        scores = self.head(self.layers(x))
+        of_targets = F.cross_entropy(scores, y, ignore_index=0)
+        loss = of_targets if self.weighs else F.cross_entropy(scores, y)
+        self.mean.update(of_targets.detach())
+        self.total.update(value=loss.detach())
+        self.log("called", self.called(loss, 2.0))
+        self.log("mean", self.logged, on_step=False, on_epoch=True)
+        self.logged.update(loss)
+        self.accuracy.update(scores, y)
+        self.kept.append(float(of_targets))
+        return loss
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.logged = MeanMetric(), MeanMetric()
+        self.kept: list[float] = []
+        self.steps: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.found = [float(each.compute()) for each in (self.total, self.mean, self.called, self.accuracy)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(float(self.trainer.logged_metrics["called"]))
+
+    def on_train_end(self) -> None:
+        self.found += [float(self.trainer.callback_metrics["mean"]), *self.kept, *self.steps]
+
+
+class ToldOfTargets(Told):
+    """The loss is a mean over targets, of which micro-batches have unlike numbers."""
+
+    weighs = True
+
+
+KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized, Told, ToldOfTargets)}
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[list[float], list[str]]:
     """What the metrics give behind an epoch of three batches, and warnings."""
     torch.manual_seed(2)
     module = KINDS[name]().double()
-    for metric in (module.highest, module.total, module.mean, module.latest, module.all):
-        metric.set_dtype(torch.float64)
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.set_dtype(torch.float64)
     generator = torch.Generator().manual_seed(5)
     data = TensorDataset(
         torch.randn(24, 8, generator=generator).double(), torch.randint(0, CLASSES, (24,), generator=generator)
@@ -108,11 +163,14 @@ def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[list
     trainer = make_trainer(info, strategy, max_epochs=1, precision="64-true")
     sizes = getattr(trainer.strategy, "distributed_sampler_kwargs", None) if options is not None else None
     sampler = DistributedSampler(data, **sizes, shuffle=False) if sizes is not None else None
+    log, told = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Lines()
+    log.addHandler(told)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         size = module.batch // (sizes or {"num_replicas": 1})["num_replicas"]
         trainer.fit(module, DataLoader(data, batch_size=size, sampler=sampler))
-    return module.found, [str(each.message) for each in said]
+    log.removeHandler(told)
+    return module.found, [*(str(each.message) for each in said), *told.lines]
 
 
 PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
@@ -124,6 +182,12 @@ PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
         ("OfBatches", 2, PP),
         ("Net", 2, PP),
         ("Sized", 2, PP),
+        ("Told", 2, PP),
+        ("ToldOfTargets", 2, PP),
+        pytest.param("Told", 1, {"micro_batch_size": 4}, marks=WIDE),
+        pytest.param("ToldOfTargets", 1, {"micro_batch_size": 4}, marks=WIDE),
+        pytest.param("ToldOfTargets", 2, {**PP, "pipeline_schedule": "zb-v"}, marks=WIDE),
+        pytest.param("ToldOfTargets", 4, {**PP, "tensor_parallel_size": 2}, marks=WIDE),
         pytest.param("Sized", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("OfBatches", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("Net", 1, {"micro_batch_size": 2}, marks=WIDE),
@@ -133,6 +197,8 @@ PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
 )
 def test_metrics_of_a_step_are_those_of_one_process(name: str, devices: int, options: Any) -> None:
     found, wanted = run_trainers(fit, name, options, devices=devices), one_process(fit, name, None)[0]
+    whole = any("So that the step is that of one process" in said for said in found[0].value[1])
+    assert whole is (name == "OfBatches")
     for each in found:
         assert each.value[0] == pytest.approx(wanted, rel=1e-6)
         assert not any("from the samples of each" in said for said in each.value[1])
@@ -144,21 +210,23 @@ def test_replicas_say_that_a_metric_is_told_their_own_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "parts", "whole", "mixed"),
+    ("metric", "parts", "whole", "mixed", "own"),
     [
-        (SumMetric(), (1.0, 2.0), 3.0, False),
-        (SumMetric(), (1.0, 2.0), 1.5, True),
-        (MaxMetric(), (1.0, 2.0), 2.0, False),
-        (MaxMetric(), (1.0, 2.0), 1.5, True),
-        (MeanMetric(), (1.0, 2.0), 1.5, False),
-        (MeanMetric(), (1.0, 2.0), 2.0, True),
-        (CatMetric(), ([1.0], [2.0]), [1.0, 2.0], False),
-        (CatMetric(), (1.0, 2.0), 1.5, True),
-        (RunningMean(2), (1.0, 2.0), 1.5, True),
+        (SumMetric(), (1.0, 2.0), 3.0, False, False),
+        (SumMetric(), (1.0, 2.0), 1.5, False, True),  # each replica would add one
+        (SumMetric(), (1.0, 2.0), 1.2, True, True),
+        (MaxMetric(), (1.0, 2.0), 2.0, False, False),
+        (MaxMetric(), (1.0, 2.0), 1.5, True, True),
+        (MeanMetric(), (1.0, 2.0), 1.5, False, False),
+        (MeanMetric(), (1.0, 2.0), 2.0, True, True),
+        (MeanMetric(), (1.0, 2.0), 1.25, False, True),  # weighed by targets, of which replicas have unlike numbers
+        (CatMetric(), ([1.0], [2.0]), [1.0, 2.0], False, False),
+        (CatMetric(), (1.0, 2.0), 1.5, True, True),
+        (RunningMean(2), (1.0, 2.0), 1.5, True, False),
     ],
 )
 def test_a_state_is_mixed_where_parts_do_not_bring_what_the_whole_brings(
-    metric: Any, parts: Any, whole: Any, mixed: bool
+    metric: Any, parts: Any, whole: Any, mixed: bool, own: bool
 ) -> None:
     metric.update(0.5)
     states = MetricStates(nn.ModuleList([metric]))
@@ -168,5 +236,20 @@ def test_a_state_is_mixed_where_parts_do_not_bring_what_the_whole_brings(
             setattr(metric, state, copy.deepcopy(earlier))
         metric.update(torch.as_tensor(value))
         states.note(piece)
-    assert bool(states.mixed({2: (0, 1)}, cut=True)) is mixed
-    assert not states.mixed({2: (0, 1)}, cut=False) or mixed
+    weights = {"sizes": [1.0, 1.0], "targets": [3.0, 1.0]}
+    assert bool(states.mixed({2: (0, 1)}, lambda _: weights, cut=True)) is mixed
+    assert bool(states.mixed({2: (0, 1)}, lambda _: weights, cut=False)) is own
+    told = states.told({2: (0, 1)}, lambda _: weights)
+    assert list(told.values()) == {1.5: [("sizes",)], 1.25: [("targets",)]}.get(whole if told else 0.0, [])
+
+
+@pytest.mark.parametrize(("metric", "value"), [(MeanMetric(), 2.5), (SumMetric(), 2.5)])
+def test_shares_of_micro_batches_are_those_of_the_batch(metric: Any, value: float) -> None:
+    calls = MetricCalls({}, {id(metric): "sizes"})
+    of_parts = calls.shares([torch.zeros(3, 2), torch.zeros(1, 2)])
+    assert of_parts == [{id(metric): 0.75}, {id(metric): 0.25}] and calls.shares([torch.zeros(4, 2)]) == [{}]
+    for shares, number in zip(of_parts, (2.0, 4.0), strict=True):
+        calls.begin_micro_batch(shares)
+        calls.update(metric, metric.update, (number,), {})
+    assert float(metric.compute()) == value
+    assert not isinstance(metric, MeanMetric) or float(metric.weight) == 1.0

@@ -181,49 +181,42 @@ class TrainingFollower(CallFollower):
         if self.inside:
             return self._everywhere(name, unit, owner, runs, args, kwargs)
         self.reach(owner)
-        self.answers = True  # and still where this fails, on one stage only
-        output = self._answered(name, unit, owner, runs, args, kwargs, segment)
-        self.answers = False
-        return output
+        with self._answering():
+            call = ToldCall(self, name, unit, owner, (self.now.micro_batch, segment, self.now.counts.get(unit, 0)))
+            caches = Caches(args, kwargs, name)
+            given, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
+            inputs = [leaf for leaf in given if goes_back(leaf)] if torch.is_grad_enabled() else []
+            if owner == self.stage:
+                output, note = self._computed(call, runs, given, spec, caches)
+                known = note.grown == () and note.left is None and note.position is None
+                known = known and self._wants.get(unit) == note.wants
+                told = pytree.tree_map(_numbers, output, is_leaf=is_cache)
+                self.wire.tell(unit, told, None if known else note, caches.found)
+            else:
+                self._check_path(f"an argument of `{name}`", inputs)
+                output, note = self.wire.hear(owner, unit, name, caches.found)
+                if note is not None:
+                    self._take(note, caches, output, args, kwargs)
+            wants = self._wants[unit] = note.wants if note is not None else self._wants[unit]
+            leaves, out = pytree.tree_flatten(output, is_leaf=is_cache)
+            if wants:
+                inputs = [plain(tensor) for tensor in inputs]
+                call.gives([leaves[place] for place in wants])
+                if self.groups is not None:
+                    call.collects(inputs)
+                    self.now.calls.append(call)
+                    inputs = []
+                anchor = torch.empty(0, requires_grad=True)
+                for place, tensor in zip(wants, CallNode.apply(call, anchor, *inputs), strict=True):
+                    leaves[place] = tensor
+            return pytree.tree_unflatten(leaves, out)
 
-    def _answered(
-        self,
-        name: str,
-        unit: int,
-        owner: int,
-        runs: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        segment: int,
-    ) -> Any:
-        call = ToldCall(self, name, unit, owner, (self.now.micro_batch, segment, self.now.counts.get(unit, 0)))
-        caches = Caches(args, kwargs, name)
-        given, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
-        inputs = [leaf for leaf in given if goes_back(leaf)] if torch.is_grad_enabled() else []
-        if owner == self.stage:
-            output, note = self._computed(call, runs, given, spec, caches)
-            known = note.grown == () and note.left is None and note.position is None
-            known = known and self._wants.get(unit) == note.wants
-            told = pytree.tree_map(_numbers, output, is_leaf=is_cache)
-            self.wire.tell(unit, told, None if known else note, caches.found)
-        else:
-            self._check_path(f"an argument of `{name}`", inputs)
-            output, note = self.wire.hear(owner, unit, name, caches.found)
-            if note is not None:
-                self._take(note, caches, output, args, kwargs)
-        wants = self._wants[unit] = note.wants if note is not None else self._wants[unit]
-        leaves, out = pytree.tree_flatten(output, is_leaf=is_cache)
-        if wants:
-            inputs = [plain(tensor) for tensor in inputs]
-            call.gives([leaves[place] for place in wants])
-            if self.groups is not None:
-                call.collects(inputs)
-                self.now.calls.append(call)
-                inputs = []
-            anchor = torch.empty(0, requires_grad=True)
-            for place, tensor in zip(wants, CallNode.apply(call, anchor, *inputs), strict=True):
-                leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, out)
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Around the answer of a call; where it fails, on one stage only, it is still being answered."""
+        self.answers = True
+        yield
+        self.answers = False
 
     def _computed(
         self, call: ToldCall, runs: Callable[..., Any], given: list[Any], spec: Any, caches: Caches

@@ -6,24 +6,26 @@ batch, such as its loss, minds::
     self.accuracy.update(logits, y)     tp += ...        the parts' counts add up to those of the whole
     self.total.update(loss)             total += loss    two parts add two losses, the whole adds one
 
-A trial shows which (:mod:`~lightning_megatron.strategy.loss.tries`).
+A trial shows which (:mod:`~lightning_megatron.strategy.loss.tries`). Means and sums then take a share of each
+(:mod:`~lightning_megatron.strategy.logs.metrics`); of others the batch has to stay whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 
 States = dict[tuple[str, str], Any]
 """Name of the metric and of the state -> its value."""
+Joins = Mapping[int, Sequence[int]]
+Weights = Mapping[Any, Sequence[float]]
 
-_MEAN = "mean_value", "weight"
 _WITHIN = 1e-4  # states are float32 by default
 
 
@@ -44,24 +46,60 @@ class MetricStates:
         if self._metrics:
             self._left[piece] = self._now()
 
-    def mixed(self, joins: Mapping[int, Sequence[int]], *, cut: bool) -> tuple[str, str] | None:
+    def mixed(self, joins: Joins, weights: Callable[[int], Weights], *, cut: bool) -> tuple[str, str] | None:
         """A state to which the parts of a batch do not bring what the whole brings; ``None`` if there is none.
 
         Args:
             joins: piece -> the pieces whose samples it has.
+            weights: of such a piece: way to weigh its parts in a mean -> what each of them counts.
             cut: whether micro-batches update one metric, and not replicas each its own.
         """
-        for both, pair in joins.items():
-            runs = [self._left[piece] for piece in (*pair, both) if piece in self._left]
-            for name in self._before if len(runs) == len(pair) + 1 else ():
-                if not self._fits(name, runs, cut=cut):
+        told = self.told(joins, weights)
+        means = {name for name, metric in self._metrics.items() if metric in told and (cut or _averages(metric, told))}
+        for runs in self._runs(joins).values():
+            for name in self._before:
+                if name[0] not in means and not self._fits(name, runs, cut=cut):
                     return name
         return None
 
-    def _fits_mean(self, name: str, runs: Sequence[States]) -> bool:
-        """Whether the parts bring the mean of the whole; it counts once more where they are more."""
-        sums, counts = ([run[name, state] - self._before[name, state] for run in runs] for state in _MEAN)
-        return _is_close(sum(sums[:-1]) / sum(counts[:-1]), sums[-1] / counts[-1])
+    def told(self, joins: Joins, weights: Callable[[int], Weights]) -> dict[Metric, tuple[Any, ...]]:
+        """Means and sums that are told a number of the batch: in which ways its parts may weigh in it.
+
+        Args:
+            joins: see :meth:`mixed`.
+            weights: likewise.
+        """
+        found: dict[Metric, tuple[Any, ...]] = {}
+        for name, metric in self._metrics.items():
+            if type(metric).update not in (MeanMetric.update, SumMetric.update):
+                continue
+            each = [self._ways(name, runs, weights(both)) for both, runs in self._runs(joins).items()]
+            ways = tuple(way for way in each[0] if all(way in others for others in each)) if each else ()
+            if ways:
+                found[metric] = ways
+        return found
+
+    def _ways(self, name: str, runs: Sequence[States], weights: Weights) -> tuple[Any, ...]:
+        """In which ways the number of the whole is a mean of those of the parts; nothing, where it adds up."""
+        metric = self._metrics[name]
+        states = ("mean_value", "weight") if isinstance(metric, MeanMetric) else (cast("str", metric.state_name),)
+        added = [[run[name, state] - self._before[name, state] for run in runs] for state in states]
+        if not all(added[-1]) or any(counts[-1] != count for counts in added[1:] for count in counts):
+            return ()  # none, of each sample, or weighed by what it is of
+        *parts, whole = added[0]
+        largest = max(run[name, states[0]].abs() for run in runs)
+        near = _WITHIN * max(map(abs, (*parts, whole))) + 8 * torch.finfo(largest.dtype).eps * largest
+        if abs(sum(parts) - whole) <= near and len(added) == 1:
+            return ()
+        means = {way: sum(p * c for p, c in zip(parts, each, strict=True)) / sum(each) for way, each in weights.items()}
+        return tuple(way for way, mean in means.items() if abs(mean - whole) <= near)
+
+    def _runs(self, joins: Joins) -> dict[int, list[States]]:
+        """Piece -> the states that its parts have left, and those that it has."""
+        every = {
+            both: [self._left[piece] for piece in (*pair, both) if piece in self._left] for both, pair in joins.items()
+        }
+        return {both: runs for both, runs in every.items() if len(runs) == len(joins[both]) + 1}
 
     def _now(self) -> States:
         return {
@@ -83,14 +121,19 @@ class MetricStates:
             return not lists or _is_same([*before, *(new for part in parts for new in part[len(before) :])], whole)
         if not all(isinstance(each, Tensor) and each.shape == whole.shape for each in (before, *parts)):
             return True  # nobody knows how it comes together
-        if isinstance(metric, MeanMetric):
-            return self._fits_mean(name[0], runs)
         if reduction is dim_zero_sum:
             return _is_close(sum((part - before for part in parts), before), whole)
         if reduction is dim_zero_max or reduction is dim_zero_min:
             extreme = torch.amax if reduction is dim_zero_max else torch.amin
             return _is_close(extreme(torch.stack(list(parts)), 0), whole)
         return True
+
+
+def _averages(metric: Metric, told: Mapping[Metric, tuple[Any, ...]]) -> bool:
+    """Whether a metric that every replica tells a number of its own batch gives that of all, as replicas have as many
+    samples.
+    """
+    return isinstance(metric, MeanMetric) and "sizes" in told[metric]
 
 
 def _copy(value: Any) -> Any:

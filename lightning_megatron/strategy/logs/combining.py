@@ -136,6 +136,31 @@ def likeliest(ways: Mapping[Any, float]) -> Any:
     return next((how for how, off in ways.items() if off <= 2 * least + 1e-12), None)
 
 
+class Narrowed:
+    """Ways in which parts of a batch come together, from trial to trial: what one has ruled out stays so.
+
+    Attributes:
+        chosen: by key, the way that is used.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Any, tuple[Any, ...]] = {}
+        self.chosen: dict[Any, Any] = {}
+
+    def learn(self, key: Any, ways: tuple[Any, ...], usual: Any = None) -> Any:
+        """The way to use after a further trial; all anew, if none is left.
+
+        Args:
+            key: of a value.
+            ways: that the trial allows, one or more; the usual one first.
+            usual: one that goes before the others.
+        """
+        left = tuple(way for way in self._left.get(key, ways) if way in ways) or ways
+        self._left[key] = left
+        self.chosen[key] = usual if usual in left else left[0]
+        return self.chosen[key]
+
+
 def counts_for(logs: Mapping[str, Any], part: Any) -> dict[Any, float]:
     """What a part of a batch counts in the means of logged numbers.
 

@@ -10,28 +10,39 @@ micro-batches also updates a copy of the metric that sees this batch alone, and 
     micro-batch   0             1             2
     metric        f1(...) ──▶ value 0  ...           whatever the step computes with it
     copy          update ─────▶ update ────▶ update ──▶ compute ──▶ logged once
+
+A mean or a sum that is told a number of the batch (``self.mean.update(loss)``) is told one by each micro-batch: it
+takes of each the share that the micro-batch has in the number of the batch. Which metrics are told such, trials find
+out (:mod:`~lightning_megatron.strategy.hooks.metric_states`)::
+
+    one process   value += loss               weight += 1
+    micro-batch   value += share · its loss   weight += share           the shares of a batch add up to 1
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_megatron.mesh.batches import map_tensors, tensors_of
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
 from lightning_megatron.mesh.replaced import Replacements
+
+Shares = Mapping[int, float]
+"""Identities of metrics -> share of a micro-batch in the number of its batch that they are told."""
 
 
 @dataclass(frozen=True)
@@ -58,33 +69,61 @@ class MetricCalls:
     Args:
         copies: of metrics, by the metric's identity and how often it was called before in the same micro-batch; kept
             from step to step.
+        told: identities of metrics that are told numbers of the batch -> how micro-batches weigh in those: "sizes"
+            (samples), or what counts their targets.
     """
 
-    def __init__(self, copies: dict[tuple[int, int], Metric]) -> None:
-        self._copies = copies
+    def __init__(self, copies: dict[tuple[int, int], Metric], told: Mapping[int, Any] = MappingProxyType({})) -> None:
+        self._copies, self._told, self._shares = copies, told, cast("Shares", {})
         self._counts: Counter[int] = Counter()
         self._started: set[tuple[int, int]] = set()
         self._latest: dict[int, BatchValue] = {}
         self._values: dict[int, tuple[Any, BatchValue]] = {}
 
-    def begin_micro_batch(self) -> None:
-        """Say that the calls which follow belong to a new micro-batch."""
+    def begin_micro_batch(self, shares: Shares = MappingProxyType({})) -> None:
+        """Say that the calls which follow belong to a new micro-batch; ``shares``: see :meth:`shares`."""
         self._counts.clear()
+        self._shares = shares
+
+    def shares(self, parts: Sequence[Any]) -> list[Shares]:
+        """Those of each micro-batch.
+
+        Args:
+            parts: the micro-batches.
+        """
+        ways = set(self._told.values()) if len(parts) > 1 else ()
+        counts = {way: [float(batch_size_of(part) if way == "sizes" else way(part)) for part in parts] for way in ways}
+        return [
+            {metric: counts[way][place] / sum(counts[way]) for metric, way in self._told.items() if sum(counts[way])}
+            if counts
+            else {}
+            for place in range(len(parts))
+        ]
+
+    def update(self, metric: Metric, update: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``update(*args, **kwargs)`` of a metric or its copy, with no more than the share of the micro-batch."""
+        share = self._shares.get(id(metric))
+        if share is None:
+            return update(*args, **kwargs)
+        value, weight = (lambda value, weight=1.0: (value, weight))(*args, **kwargs)
+        if isinstance(metric, MeanMetric):
+            return update(value, torch.as_tensor(1.0 if weight is None else weight, dtype=metric.dtype) * share)
+        return update(torch.as_tensor(value, dtype=metric.dtype) * share)
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """In the middle of a micro-batch, around code of others."""
-        counts = self._counts
+        counts, shares = self._counts, self._shares
         self._counts = Counter()
         yield
-        self._counts = counts
+        self._counts, self._shares = counts, shares
 
     def note(self, metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         """Follow one call of ``metric`` that returned ``value``."""
         place = (id(metric), self._counts[id(metric)])
         self._counts[id(metric)] += 1
         copied = self._copy(metric, place)
-        copied.update(*args, **kwargs)
+        self.update(metric, copied.update, args, kwargs)
         self._latest[id(metric)] = BatchValue(copied)
         parts = value if isinstance(value, Mapping) else {None: value}
         for name, part in parts.items():
@@ -219,6 +258,8 @@ class MetricRouter:
             if metric.dist_sync_fn is None:
                 self._replaced.put(metric, "dist_sync_fn", self._gather)
             self._replaced.put(metric, "compute", _BroadcastCompute(self, metric, metric.compute))
+            if type(metric).update in (MeanMetric.update, SumMetric.update):
+                self._replaced.put(metric, "update", _SharedUpdate(self._running, metric, metric.update))
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
@@ -251,3 +292,16 @@ class _BroadcastCompute:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._router.compute(self._metric, self._compute, args, kwargs)
+
+
+class _SharedUpdate:
+    """Installed as ``update`` on a mean or a sum."""
+
+    def __init__(self, running: RunningStep, metric: Metric, update: Callable[..., Any]) -> None:
+        self._running, self._metric, self._update = running, metric, update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self._running.metric_calls()
+        if calls is None:
+            return self._update(*args, **kwargs)
+        return calls.update(self._metric, self._update, args, kwargs)

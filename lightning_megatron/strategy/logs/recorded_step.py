@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.combining import counts_for
+from lightning_megatron.strategy.logs.metrics import Shares
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.logs.weight_writes import WrittenInRuns
 from lightning_megatron.strategy.loss.cuts import Cut
@@ -36,13 +37,15 @@ class Recorded:
         self._call, self._recorder, self._writes = call, recorder, writes
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
-        self._once, sizes = cut.once, [float(batch_size_of(part)) for part in parts]
-        self._once.begin(cut.weights, sizes)
+        self._once = cut.once
+        self._once.begin(parts, cut.weights)
         self._counts = [counts_for(cut.logs, part) for part in parts]
+        calls = recorder.metric_calls
+        self._shares: Sequence[Shares] = [{}] * len(parts) if calls is None else calls.shares(parts)
 
     def __call__(self, part: Any, index: int) -> Any:
         turn = self._chunks - self._left[index]
-        self._recorder.begin_micro_batch(self._weights[index], self._counts[index])
+        self._recorder.begin_micro_batch(self._weights[index], self._counts[index], self._shares[index])
         self._left[index] -= 1
         with self._writes.undone() if self._left[index] else nullcontext():
             self._once.put_back(turn)
@@ -86,8 +89,7 @@ class RecordedAround:
         self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
         self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
         self._turns = [0] * len(cut.layers)
-        sizes = [float(batch_size_of(part)) for part in cut.layers]
-        self._once.begin(sizes, sizes)
+        self._once.begin(cut.layers, [float(batch_size_of(part)) for part in cut.layers])
 
     def layers(self, part: Any, index: int) -> Any:
         """On a micro-batch, for its layers."""

@@ -30,8 +30,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.strategy.logs.combining import Logged, Mean, combine, line_of_user
-from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls
+from lightning_megatron.strategy.logs.combining import Logged, Mean, Narrowed, combine, line_of_user
+from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls, Shares
 
 _EMPTY = inspect.Parameter.empty
 LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -156,17 +156,20 @@ class LogRecorder:
         self._weight, self._weigh = 1.0, cast("Mapping[Any, float]", {})
         self.metric_calls = metric_calls
 
-    def begin_micro_batch(self, weight: float, counts: Mapping[Any, float] = MappingProxyType({})) -> None:
+    def begin_micro_batch(
+        self, weight: float, counts: Mapping[Any, float] = MappingProxyType({}), shares: Shares = MappingProxyType({})
+    ) -> None:
         """Say that the calls which follow belong to a new micro-batch.
 
         Args:
             weight: of its loss.
             counts: its other weights, by what is counted.
+            shares: see :meth:`.MetricCalls.shares`.
         """
         self._weight, self._weigh = weight, {"weights": weight, **counts}
         self._counts = {}
         if self.metric_calls is not None:
-            self.metric_calls.begin_micro_batch()
+            self.metric_calls.begin_micro_batch(shares)
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -347,6 +350,7 @@ class Recording:
         recorder: takes what the running step logs; ``None`` between steps.
         hand_on: logs of a step -> Lightning, for steps that have nothing to aggregate; ``None`` outside of a run.
         constant: keys whose ``batch_size=`` trials have found to be the same for parts of a batch and the whole.
+        told: metrics that are told numbers of a batch (by identity), and how its micro-batches weigh in those.
     """
 
     hand_on: TakesLogs | None = None
@@ -360,7 +364,7 @@ class Recording:
         self._module, self._check, self._take = module, check, take
         self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
-        self.constant: set[str] = set()
+        self.constant, self.told = set[str](), Narrowed()
 
     @contextmanager
     def step(
@@ -373,11 +377,9 @@ class Recording:
             within: see :class:`LogRecorder`.
             alone: whether no other rank or micro-batch has to do with the values.
         """
-        calls = MetricCalls(self._metric_copies) if micro_batches > 1 else None
-        at_once = self.hand_on if alone else None
-        self.recorder = recorder = LogRecorder(
-            self._module, calls, self._check, within, self._take, at_once, self.constant
-        )
+        calls = MetricCalls(self._metric_copies, self.told.chosen) if micro_batches > 1 else None
+        given = self._take, self.hand_on if alone else None, self.constant
+        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, *given)
         try:
             yield recorder
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
@@ -27,6 +28,7 @@ from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import merged, tail_of
 
 _NEW = "new"
+_LOSS = "loss"  # a mean, weighed as the losses
 _SHORT = 64  # entries of a list that are compared one by one
 
 
@@ -48,7 +50,7 @@ class _Slot:
     Attributes:
         table: where it is.
         key: of it.
-        kind: how the parts come together.
+        kind: how the parts come together, see :data:`.Kinds`.
         turn: in which run of a micro-batch it is written, if by a layer; ``None`` for the last. A rank of several
             virtual stages runs the step once for each.
         values: the table, as it is in this batch; ``None`` where it is gone.
@@ -59,7 +61,7 @@ class _Slot:
 
     table: Table
     key: Any
-    kind: str
+    kind: Any
     turn: int | None
     values: Any = None
     start: tuple[Any, Any] = (MISSING, None)
@@ -85,7 +87,7 @@ class OncePerBatch:
     def __init__(
         self,
         root: nn.Module | None = None,
-        slots: Sequence[tuple[Table, Any, str, int | None]] = (),
+        slots: Sequence[tuple[Table, Any, Any, int | None]] = (),
         tables: Sequence[Table] = (),
         step: str = "training_step",
         *,
@@ -108,14 +110,17 @@ class OncePerBatch:
         found._slots = self._slots
         return found
 
-    def begin(self, weights: Sequence[float], sizes: Sequence[float]) -> None:
+    def begin(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
         """Remember them at the start of a batch.
 
         Args:
-            weights: of its micro-batches in means.
-            sizes: of its micro-batches, in samples.
+            parts: its micro-batches.
+            weights: of their losses.
         """
-        self._weights, self._sizes, self._runs, self.unforeseen = weights, sizes, 0, ""
+        self._sizes, self._runs, self.unforeseen = [float(batch_size_of(part)) for part in parts], 0, ""
+        self._weights: dict[Any, Sequence[float]] = {"sizes": self._sizes, _LOSS: weights}
+        for way in {slot.kind for slot in self._slots if callable(slot.kind)}:
+            self._weights[way] = [way(part) for part in parts]
         self._hooks = KeptHooks(HookTables(self._root), lost=False) if self._root is not None and self._slots else None
         for slot in self._slots:
             slot.values = found_again(self._root, slot.table) if self._root is not None else None
@@ -127,7 +132,7 @@ class OncePerBatch:
         lists = {id(slot.start[0]) for slot in self._slots if slot.key is None}
         self._watched = [
             (table.values, key, value, _mark(value) if isinstance(value, (Tensor, list)) else None)
-            for table in (self._tables if len(sizes) > 1 else ())
+            for table in (self._tables if len(parts) > 1 else ())
             for key, value in table.values.items()
             if _WATCHED[value.__class__]
             and (not written or (id(table.values), key) not in written)
@@ -244,9 +249,8 @@ class OncePerBatch:
                 self._refuse(slot.table.name, slot.key)
             return slot.left[-1]
         entries = [entry for tail in tails for entry in tail or ()]
-        if slot.kind in ("sizes", "weights") and len(entries) == len(self._sizes):
-            weights = self._sizes if slot.kind == "sizes" else self._weights
-            mean = merged(entries, weights, self._sizes)
+        if slot.kind in self._weights and len(entries) == len(self._sizes):
+            mean = merged(entries, self._weights[slot.kind], self._sizes)
             entries = entries if mean is MISSING else [mean]
         return type(before)([*before, *entries], *([before.maxlen] if isinstance(before, deque) else []))
 
@@ -330,7 +334,7 @@ def _kind_of_new(before: Any, left: Sequence[Any]) -> str:
     if all(is_equal(now, left[-1]) for now in left):
         return "same"
     appended = isinstance(before, list) and all(len(tail_of(before, now) or ()) == 1 for now in left)
-    return "weights" if appended else ""
+    return _LOSS if appended else ""
 
 
 def _mark(value: Any) -> Any:

@@ -31,6 +31,7 @@ from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untr
 from lightning_megatron.strategy.loss.tables import Name, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
+from lightning_megatron.strategy.loss.written import Kinds
 
 _MANY = 8  # samples of which four parts are tried, else two
 _GROWS = ("sum", "each")
@@ -129,7 +130,7 @@ class OverReplicas:
         return bool((highest - lowest > 1e-9 * highest).any())
 
     def own_values(
-        self, tried: Tried, kinds: Mapping[Name, str], traces: Traces, *, gathers: bool, cut: bool
+        self, tried: Tried, kinds: Mapping[Name, Kinds], traces: Traces, *, gathers: bool, cut: bool
     ) -> tuple[list[Name], bool]:
         """Values that each replica writes from its own samples, and goes on from; collective over them.
 
@@ -144,7 +145,7 @@ class OverReplicas:
             Their names, and whether there are others that have a row for each sample.
         """
         changes = tried.changes(0)
-        lasting = traces.lasting(set(changes)) | {name for name, kind in kinds.items() if kind in _GROWS}
+        lasting = traces.lasting(set(changes)) | {name for name, (kind, *_) in kinds.items() if kind in _GROWS}
         rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
         mine: dict[Name, list[Name]] = {}
@@ -152,7 +153,7 @@ class OverReplicas:
             mine.setdefault(sendable(name, self._module), []).append(name)
         found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
-            others = (said for said, names in mine.items() if any(kinds.get(name) != "same" for name in names))
+            others = (said for said, names in mine.items() if any(kinds.get(name) != ("same",) for name in names))
             metric = tried.mixed_metric(cut=cut)
             found = list(dict.fromkeys([*found, *others, *traces.weights.unlike, *([metric] if metric else [])]))
         return found, bool(rows)

@@ -24,7 +24,7 @@ from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import candidates
-from lightning_megatron.strategy.loss.written import Join, judge
+from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
 from lightning_megatron.strategy.step.step_context import Stages
 
 _PARTS = 5  # most micro-batches that are tried
@@ -143,20 +143,17 @@ class Tried:
                 self._turns[name] = min(self._runs[index], self._turns.get(name, self._runs[index]))
             self._runs[index] += 1
 
-    def written(self, layers: Sequence[str], *, cut: bool = True) -> tuple[dict[Name, str], str, bool]:
+    def written(self, layers: Sequence[str], *, cut: bool = True) -> tuple[dict[Name, Kinds], str, bool]:
         """How what a batch writes comes of its parts, and one value that the whole has to write; see :func:`judge`.
 
         Args:
             layers: names of the trunk's.
             cut: whether micro-batches update one metric, and not replicas each its own.
         """
-        pieces, joins = self._pieces.pieces, []
-        for both, pair in self._pieces.joins.items():
-            parts = [pieces[index] for index in pair]
-            counts = [[float(way(part)) for part in parts] for way in candidates(pieces[both], *parts)]
-            weights = {"sizes": [[float(batch_size_of(part)) for part in parts]]}
-            weights |= {"weights": [way for way in counts if all(way)]} if counts else {}
-            joins.append(Join([self._changes[index] for index in pair], self._changes[both], weights))
+        joins = [
+            Join([self._changes[index] for index in pair], self._changes[both], self._weights(both))
+            for both, pair in self._pieces.joins.items()
+        ]
         kinds, writes, unsure = judge(
             joins, layers, self.traces.lasting({name for found in self._changes for name in found})
         )
@@ -165,7 +162,15 @@ class Tried:
 
     def mixed_metric(self, *, cut: bool) -> Name | None:
         """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""
-        return self._metrics.mixed(self._pieces.joins, cut=cut)
+        return self._metrics.mixed(self._pieces.joins, self._weights, cut=cut)
+
+    def _weights(self, both: int) -> Weights:
+        """What the parts of a join count, in the ways in which a mean of theirs may be weighed."""
+        pieces = self._pieces.pieces
+        parts = [pieces[index] for index in self._pieces.joins[both]]
+        counts = {way: [float(way(part)) for part in parts] for way in candidates(pieces[both], *parts)}
+        sizes = [float(batch_size_of(part)) for part in parts]
+        return {"sizes": sizes, **{way: each for way, each in counts.items() if all(each)}}
 
     def changes(self, piece: int) -> Changes:
         """What the step has written in one of the pieces."""
@@ -188,8 +193,15 @@ class Tried:
         """
         return self._turns[name] if name[0] in Parts(layers) else None
 
-    def note_sizes(self) -> None:
-        """Tell the recording which keys are logged with the same ``batch_size=``, however many samples there are."""
+    def tell(self, usual: Any = None) -> None:
+        """Tell the recording which metrics are told a number of the batch, in which its micro-batches weigh somehow,
+        and which keys are logged with the same ``batch_size=``, however many samples there are.
+
+        Args:
+            usual: the way to weigh of the loss, which goes before the others.
+        """
+        for metric, ways in self._metrics.told(self._pieces.joins, self._weights).items():
+            self._recording.told.learn(id(metric), ways, usual)
         sizes = [recorder.sizes() if recorder is not None else {} for recorder in self.recorders]
         for both, pair in self._pieces.joins.items():
             for name, size in sizes[both].items():

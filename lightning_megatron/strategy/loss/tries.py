@@ -50,7 +50,7 @@ from lightning_megatron.strategy.loss.said import (
     warn_of_earlier_steps,
     warn_of_logged,
 )
-from lightning_megatron.strategy.loss.tables import Name, Table, sendable, spelled
+from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import (
     Counted,
@@ -63,6 +63,7 @@ from lightning_megatron.strategy.loss.weighing import (
     narrowest,
     weighs_otherwise,
 )
+from lightning_megatron.strategy.loss.written import Kinds, Written
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -129,7 +130,7 @@ class LossTrials:
         self._extremes, self._beyond = Extremes(), cast("int | None", None)
         self.reading = Reading(stays=context.options.whole_batch_loss is True)
         self.once = OncePerBatch()
-        self._slots: dict[Name, tuple[Table, Any, str, int | None]] = {}
+        self._written = Written()
         self._unsure = False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
         several = context.mesh.layout.data > 1
@@ -313,13 +314,14 @@ class LossTrials:
         if not cut:
             self._stages.release()
 
-    def _take(self, tried: Tried, kinds: Mapping[Name, str], middle: Middle | None, turns: str) -> None:
+    def _take(self, tried: Tried, kinds: Mapping[Name, Kinds], middle: Middle | None, turns: str) -> None:
         """Take note of what a step writes, at its end and in the middle of it."""
+        usual = self.reading.way if self.reading.fits and self.reading.way else "sizes"
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
-            self._slots[name] = *place, kinds[name], tried.turn(name, self._layers)
-        self.once = OncePerBatch(self._module, list(self._slots.values()), tried.traces.plain(self._layers))
+            self._written.learn(name, kinds[name], place, tried.turn(name, self._layers), usual)
+        self.once = OncePerBatch(self._module, [*self._written.slots.values()], tried.traces.plain(self._layers))
+        tried.tell(usual)
         self.turns = turns
-        tried.note_sizes()
         if middle is not None:
             self.exchanged = self.exchanged.joined(middle)
 
@@ -343,11 +345,11 @@ class LossTrials:
         why = self._stages.outcome(judged, TRIAL).output[0]
         self._stages.settle()
         # What is of the whole batch, such as its size, does not fit the runs on micro-batches.
-        kept = traces.lasting(tried.before).difference(traces.buffers, self._slots)
+        kept = traces.lasting(tried.before).difference(traces.buffers, self._written.slots)
         if state := min(map(spelled, kept), default=""):
             tried.failed = tried.failed or f"the code before them writes `{state}`, and goes on from it"
         whole, around = tried.written()
-        around.update(name for name, slot in self._slots.items() if slot[2] == "same")  # which is set again
+        around.update(name for name, slot in self._written.slots.items() if slot[2] == "same")  # which is set again
         sent = [{sendable(name, self._module) for name in names} for names in (whole, around)]
         told = objects.gather((tried.failed or why, *sent), self._mesh.group("world"))
         lost = set().union(*(whole for _, whole, _ in told)).difference(*(around for *_, around in told))

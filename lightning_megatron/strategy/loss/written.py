@@ -25,11 +25,15 @@ from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal
-from lightning_megatron.strategy.loss.tables import Name, spelled
+from lightning_megatron.strategy.logs.combining import Narrowed
+from lightning_megatron.strategy.loss.tables import Name, Table, spelled
 from lightning_megatron.strategy.loss.traces import Changes
 
-Weights = Mapping[str, Sequence[Sequence[float]]]
-"""Ways to weigh the parts of a join: "sizes" and "weights" -> weights of the parts, one or several."""
+Weights = Mapping[Any, Sequence[float]]
+"""Ways to weigh the parts of a join: "sizes" (samples), or what counts their targets -> weight of each part."""
+Kinds = tuple[Any, ...]
+"""Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one behind the
+other), "once" (of one of the parts); or a mean, by its way to weigh. The first is the usual one."""
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Join:
     Attributes:
         parts: changes by each of them, from one and the same state.
         whole: changes by all of them.
-        weights: by which their means may be weighed.
+        weights: by which their means may be weighed; "sizes" is one of them.
     """
 
     parts: Sequence[Changes]
@@ -49,7 +53,7 @@ class Join:
 
 def judge(
     joins: Sequence[Join], layers: Sequence[str] = (), lasting: Collection[Name] = ()
-) -> tuple[dict[Name, str], str, bool]:
+) -> tuple[dict[Name, Kinds], str, bool]:
     """How what the step writes comes of what its parts write.
 
     Args:
@@ -58,23 +62,25 @@ def judge(
         lasting: what even these may not: buffers, and what their next call reads.
 
     Returns:
-        Name -> "same", "sum", "each", "sizes", "weights" (an entry for each part, merged by these), "once" (by one of
-        the parts); and the name of one value that has to be written by the whole batch, or "": one that layers write
-        before any other.
+        Name -> how; the name of one value that has to be written by the whole batch, or "": one that layers write
+        before any other; and whether later batches may show another way.
     """
-    kinds: dict[Name, list[str]] = {}
+    kinds: dict[Name, list[Kinds]] = {}
     starts: dict[Name, list[Any]] = {}
     for join in joins:
         for name in dict.fromkeys(name for found in (*join.parts, join.whole) for name in found):
             before = next(found[name] for found in (*join.parts, join.whole) if name in found)[0]
             *apart, together = (found[name][1] if name in found else before for found in (*join.parts, join.whole))
-            kinds.setdefault(name, []).append(_kind_of(before, apart, together, join.weights))
+            kinds.setdefault(name, []).append(_kinds_of(before, apart, together, join.weights))
             starts.setdefault(name, []).append(before)
-    alike = {name: found[0] for name, found in kinds.items() if found[0] and len(set(found)) == 1}
+    common = {
+        name: tuple(kind for kind in found[0] if all(kind in each for each in found)) for name, found in kinds.items()
+    }
+    alike = {name: found for name, found in common.items() if found}
     inside = Parts(layers)
     others = [name for name in kinds if name not in alike and (name in lasting or name[0] not in inside)]
     others.sort(key=lambda name: name[0] not in inside)
-    plain = {name for name, kind in alike.items() if kind not in ("same", "once")}
+    plain = {name for name, (kind, *_) in alike.items() if kind not in ("same", "once")}
     unsure = any(all(_is_nothing(start) for start in starts[name]) for name in plain)
     return alike, spelled(others[0]) if others else "", unsure
 
@@ -84,41 +90,63 @@ def _is_nothing(value: Any) -> bool:
     return not value.any() if isinstance(value, Tensor) else not value or value is MISSING
 
 
-def _kind_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> str:
+def _kinds_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:
     if all(is_equal(now, together) for now in apart):
-        return "same"
+        return ("same",)
     if before is MISSING and isinstance(together, LISTS):
         before = type(together)()
         apart = [before if now is MISSING else now for now in apart]
     if isinstance(together, LISTS) and not all(isinstance(value, LISTS) for value in (before, *apart)):
-        return ""  # nothing was there, or a number, and it could not be put together again
+        return ()  # nothing was there, or a number, and it could not be put together again
     if isinstance(together, set):
-        return "sum" if set().union(*apart) == together and all(before <= now for now in apart) else ""
+        return ("sum",) if set().union(*apart) == together and all(before <= now for now in apart) else ()
     if isinstance(together, (list, deque)):
-        return _kind_of_list(before, apart, together, weights)
+        return _kinds_of_list(before, apart, together, weights)
     if before is MISSING:
         written = [now for now in apart if now is not MISSING]
-        return "once" if len(written) == 1 and is_equal(written[0], together) else ""
-    return "sum" if _adds_up(before, apart, together) else ""
+        return ("once",) if len(written) == 1 and is_equal(written[0], together) else ()
+    return ("sum",) if _adds_up(before, apart, together) else ()
 
 
-def _kind_of_list(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> str:
+def _kinds_of_list(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:
     if all(len(now) == len(before) for now in (*apart, together)) and type(together) is list:
         adds = (_adds_up(row[0], row[1:-1], row[-1]) for row in zip(before, *apart, together, strict=True))
-        return "sum" if all(adds) else ""
+        return ("sum",) if all(adds) else ()
     tails = [tail_of(before, now) for now in (*apart, together)]
     if any(tail is None for tail in tails):
-        return ""
+        return ()
     *parts, whole = (tail or [] for tail in tails)
     if is_equal([entry for part in parts for entry in part], whole):
-        return "each"
+        return ("each",)
     if len(whole) != 1 or any(len(part) != 1 for part in parts):
-        return ""
+        return ()
     entries = [part[0] for part in parts]
-    for kind, ways in weights.items():
-        if any(_alike(merged(entries, way, ways[0]), whole[0]) for way in ways):
-            return kind
-    return ""
+    return tuple(way for way, each in weights.items() if _alike(merged(entries, each, weights["sizes"]), whole[0]))
+
+
+class Written:
+    """What a step writes, as far as trials have seen it.
+
+    Attributes:
+        slots: name -> where it is, how it comes together, and in which run of a micro-batch it is written, if by a
+            layer.
+    """
+
+    def __init__(self) -> None:
+        self._ways = Narrowed()
+        self.slots: dict[Name, tuple[Table, Any, Any, int | None]] = {}
+
+    def learn(self, name: Name, kinds: Kinds, place: tuple[Table, Any], turn: int | None, usual: Any = None) -> None:
+        """Take note of what a trial has seen.
+
+        Args:
+            name: of a value.
+            kinds: how it may come together.
+            place: its table and key.
+            turn: see :attr:`slots`.
+            usual: the way to weigh of the loss, which goes before the others.
+        """
+        self.slots[name] = *place, self._ways.learn(name, kinds, usual), turn
 
 
 def tail_of(before: Any, now: Any) -> list[Any] | None:

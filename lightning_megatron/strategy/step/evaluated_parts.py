@@ -31,10 +31,10 @@ from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
-from lightning_megatron.strategy.loss.tables import Name, Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.tries import look_of
 from lightning_megatron.strategy.loss.weighing import Extremes, candidates
+from lightning_megatron.strategy.loss.written import Written
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -62,7 +62,7 @@ class _Known:
         open: ways to weigh that were not told apart.
         looks: what batches that were tried look like.
         extremes: of their integers.
-        slots: values that the step writes.
+        written: values that the step writes.
         once: likewise, to be used.
     """
 
@@ -75,7 +75,7 @@ class _Known:
     open: set[Any] = field(default_factory=set)
     looks: set[Any] = field(default_factory=set)
     extremes: Extremes = field(default_factory=Extremes)
-    slots: dict[Name, tuple[Table, Any, str, int | None]] = field(default_factory=dict)
+    written: Written = field(default_factory=Written)
     once: OncePerBatch = field(default_factory=OncePerBatch)
 
 
@@ -165,7 +165,6 @@ class EvaluatedParts:
         if repeats is not None:
             context.experts.end()
         kinds, writes, unsure = run.written(context.layers)
-        run.note_sizes()
         outcome = stages.outcome(partial(self._found, known, step, run, joins), tried(name))
         stages.settle()
         if isinstance(outcome.output, StartOver) and repeats is not None:
@@ -180,8 +179,9 @@ class EvaluatedParts:
         written = next((writes for writes, *_ in told if writes), "")
         drawn = next((draws for *_, draws in told if draws), "")
         for key, place in zip(kinds, traces.tables(list(kinds)), strict=True):
-            known.slots[key] = *place, kinds[key], run.turn(key, context.layers)
-        slots, plain = list(known.slots.values()), traces.plain(context.layers)
+            known.written.learn(key, kinds[key], place, run.turn(key, context.layers))
+        run.tell()
+        slots, plain = list(known.written.slots.values()), traces.plain(context.layers)
         last = context.mesh.rank == context.mesh.loss_rank
         known.once = OncePerBatch(context.module, slots, plain, name, may_run_again=last)
         known.pending = undecided or any(unsure for _, unsure, _ in told)
