@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.pipeline.cut.averaged_copies import AveragedCopy, find_copies
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.cut.trunk import find_trunk, note_trunk
@@ -182,3 +183,14 @@ def test_the_trunk_stays_the_trunk_when_its_layers_are_split() -> None:
     trunk = find_trunk(module)
     assert trunk.name == "student.blocks"
     assert list(find_copies(module, trunk, whole).sources) == [AveragedCopy("teacher", "student")]
+
+
+def test_a_layer_that_tensor_ranks_share_is_the_source_of_its_whole_copy() -> None:
+    module = nn.Module()
+    module.net = Walker()
+    module.first = copy.deepcopy(module.net.embed).requires_grad_(False)
+    trunk, shape = find_trunk(module), tuple(module.net.embed.weight.shape)
+    module.net.embed.__class__ = VocabParallelEmbedding  # type: ignore[assignment]
+    module.net.embed.weight.data = module.net.embed.weight.data[: shape[0] // 2]
+    copies = find_copies(module, trunk, {"net.embed.weight": shape})
+    assert list(copies.sources) == [AveragedCopy("first", "net.embed")]

@@ -92,7 +92,10 @@ class Net(nn.Module):
         self.steps += self.training
         if self.training:
             x = self._behind(x)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        if self.kind == "logits" and self.training:
+            logits.register_hook(lambda gradient: gradient * torch.linspace(0.1, 3, VOCABULARY, dtype=gradient.dtype))
+        return logits
 
     def _behind(self, x: Tensor) -> Tensor:
         if self.kind in ("hook", "negatives", "twice") or (self.kind == "later" and self.steps > 2):
@@ -181,6 +184,7 @@ KINDS = (
     "reversal",
     "clamp",
     "between",
+    "logits",
     "twice",
     "weights_reversal",
     "weights_hook",

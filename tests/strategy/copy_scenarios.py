@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.harness import RankInfo
-from tests.parity.scenario import Layout, trainer_for
+from tests.parity.scenario import Layout, trained_state, trainer_for
 from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.tasks import TokenTask
@@ -138,6 +138,29 @@ class Buffers(Averaged):
         TokenTask.validation_step(self, batch, batch_idx)
 
 
+class Keys(Averaged):
+    """Trains against copies of single parts, which have no name of a copy."""
+
+    def __init__(self) -> None:
+        super().__init__(_parts)
+        del self.ema
+        self.first = copy.deepcopy(self.net.embed).requires_grad_(False)
+        self.last = copy.deepcopy(self.net.head).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        keys = self.last(self.first(batch[0]))
+        return TokenTask.loss(self, batch) + (self.net(batch[0]) - keys).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        TokenTask.validation_step(self, batch, batch_idx)
+
+
+def _parts(module: Any) -> None:
+    for average, source in ((module.first, module.net.embed), (module.last, module.net.head)):
+        for one, other in zip(average.parameters(), source.parameters(), strict=True):
+            one.lerp_(other, 0.1)
+
+
 class InCallback(Callback):
     """Updates the average from outside of the module."""
 
@@ -161,6 +184,7 @@ KINDS: dict[str, Callable[[], LightningModule]] = {
     "library": Library,
     "buffers": Buffers,
     "callback": lambda: Averaged(_nothing),
+    "parts": Keys,
 }
 
 
@@ -173,6 +197,12 @@ def averaged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]
     trainer.fit(module)
     held = {name: value.clone() for name, value in module.state_dict().items() if not name.startswith("net.")}
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, held
+
+
+def averaged_whole(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+    """The whole state after training, on the first rank."""
+    torch.manual_seed(7)
+    return trained_state(info, layout, arguments, KINDS[kind]().double(), max_epochs=2)
 
 
 class Apart(Averaged):

@@ -32,6 +32,13 @@ def test_what_a_hook_averages_on_each_stage_is_whole_on_all(kind: str, layout: t
         assert not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
+@pytest.mark.parametrize("kind", ["parts", pytest.param("zipped", marks=pytest.mark.wide)])
+def test_copies_of_layers_that_tensor_ranks_share_are_averaged_on_all_stages(kind: str) -> None:
+    (plain,) = run_trainers(copies.averaged_whole, None, {}, kind, devices=1)
+    first = run_trainers(copies.averaged_whole, (2, 1), {"tensor_parallel_size": 2}, kind, devices=4)[0]
+    assert not list(differences("", first.value, plain.value, 1e-9))
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe-v"])
 def test_a_stage_of_two_pieces_averages_both(schedule: str) -> None:

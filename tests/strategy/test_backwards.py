@@ -18,6 +18,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "interleaved": ((2, 1), PARTS | {"pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2}),
     "zb-v": ((2, 1), PARTS | {"pipeline_schedule": "zb-v"}),
     "tensor": ((2, 1), {"tensor_parallel_size": 2}),
+    "tensor_alone": ((1, 1), PARTS | {"tensor_parallel_size": 2}),
     "recomputed": ((2, 1), PARTS | {"activation_recompute": "full"}),
     "said_whole": ((2, 1), PARTS | {"whole_batch_loss": True}),
 }
@@ -29,9 +30,10 @@ QUICK |= {
     ("zb-v", "negatives"),
     ("stages", "between"),
     ("stages", "weights_reversal"),
+    ("tensor_alone", "logits"),
     ("alone", "weights_hook"),
 }
-APART = ("reversal", "weights_reversal", "clamp", "between")
+APART = ("reversal", "weights_reversal", "clamp", "between", "logits")
 WHOLE = "each batch runs whole"
 
 
@@ -77,6 +79,13 @@ def test_gradients_that_activations_keep_are_refused_over_stages() -> None:
     for outcome in run_trainers(backwards.train, (2, 1), PARTS, "keeps", devices=2, check=False, grace=20.0):
         assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
         assert "only the stage that computes the activation has its gradient" in f"{outcome.error}\n{outcome.output}"
+
+
+def test_gradients_of_some_tokens_are_refused_over_stages() -> None:
+    arguments = PARTS | {"context_parallel_size": 2}
+    for outcome in run_trainers(backwards.train, (2, 1), arguments, "logits", devices=4, check=False, grace=20.0):
+        assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
+        assert "`register_hook` was asked of a tensor" in f"{outcome.error}\n{outcome.output}"
 
 
 def _python_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class _SeenParameter(_Copied, Seen, nn.Parameter):
         if isinstance(args[0] if args else None, _SeenParameter):
             if func == _GET_GRAD:
                 return cls._owner.gradient(args[0])
-            if (func is _SET_GRAD and args[1] is None) or func is Tensor.register_hook:
+            if (func is _SET_GRAD and args[1] is None) or func is _REGISTER:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
         return super().__torch_function__(func, types, args, kwargs)
@@ -214,6 +214,7 @@ def seen_among(values: Any) -> list[Tensor]:
 
 T = Tensor
 _GET_GRAD, _SET_GRAD = getters("grad")[0], setters("grad")[0]
+_REGISTER = T.register_hook
 SHAPE = {
     *getters("shape", "ndim", "nbytes"),
     *(T.size, T.dim, T.numel, T.nelement, T.ndimension, T.__len__, T.stride, T.is_contiguous, torch.numel),

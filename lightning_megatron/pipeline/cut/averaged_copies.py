@@ -27,6 +27,7 @@ from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.pipeline.cut.trunk import Trunk
 
 _NAMES = re.compile(r"(ema|avg|average|averaged|teacher|target|momentum|shadow|swa|slow)(_|$)", re.IGNORECASE)
+_LAYERS = "lightning_megatron.layers"
 _Look = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -173,12 +174,16 @@ def _is_called_copy(path: str, module: nn.Module) -> bool:
 
 
 def _core(module: nn.Module) -> type[nn.Module]:
-    """Class of what holds the parameters, inside of wrappers that have one child and no parameters of their own."""
+    """Class of what holds the parameters, inside of wrappers that have one child and no parameters of their own.
+
+    Of a layer that tensor-parallel ranks share, it is the class that it was built as: ranks may share a source and not
+    its copy.
+    """
     children = list(module.children())
     while len(children) == 1 and not any(parameter is not None for parameter in module._parameters.values()):
         module = children[0]
         children = list(module.children())
-    return type(module)
+    return next(kind for kind in type(module).__mro__ if not lies_in(kind.__module__, _LAYERS))
 
 
 def _is_shared(module: nn.Module, path: str) -> bool:

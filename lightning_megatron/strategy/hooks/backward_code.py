@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.replaced import Replacements
@@ -75,6 +76,8 @@ class BackwardCode:
                 frame = sys._getframe(1)
                 if not _is_ours(frame.f_globals.get("__name__")):
                     self._note(f"`{name}` in {frame.f_code.co_filename}:{frame.f_lineno}", keeps=name == "retain_grad")
+            if has_torch_function_unary(tensor):  # which knows torch's own method, and not this one in its place
+                return handle_torch_function(original, (tensor,), tensor, *args, **kwargs)
             return original(tensor, *args, **kwargs)
 
         return method
