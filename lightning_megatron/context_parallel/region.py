@@ -179,7 +179,7 @@ class TokenRegion:
             taken.append(value)
             if isinstance(value, WholeTensor):
                 return value
-            shard = self._cut(layer, value)
+            shard = self.cut_at(layer, value)
             self._given.append((layer, value, shard, shard.local()._version))
             return shard
         if type(value) is tuple:
@@ -196,7 +196,12 @@ class TokenRegion:
             if shard.local()._version != version:
                 value.copy_(shard.full())
 
-    def _cut(self, layer: nn.Module, value: Tensor) -> TokenShards:
+    def cut_at(self, layer: nn.Module, value: Tensor) -> TokenShards:
+        """This rank's rows of a tensor that a layer is given whole.
+
+        Raises:
+            RuntimeError: it is none of tokens, or has too few.
+        """
         name, size = self._names.get(id(layer), type(layer).__name__), self._group.size()
         if value.ndim != 3:
             raise RuntimeError(

@@ -96,10 +96,15 @@ def test_attention_over_two_levels_exchanges_in_a_node_and_passes_keys_on_betwee
     assert not any(name == "all-gather" for name, _ in told)
 
 
-def test_a_rehearsal_of_stages_and_context_ranks_says_that_there_is_none():
-    strategy = MegatronStrategy(pipeline_parallel_size=2, context_parallel_size=2)
-    with pytest.raises(ValueError, match="`context_parallel_size=1`"):
-        rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=4)
+def test_stages_send_each_other_a_context_ranks_rows():
+    """One of each micro-batch in each direction, and forwards once more, as the first step is tried."""
+    strategy = MegatronStrategy(pipeline_parallel_size=3, context_parallel_size=2, micro_batch_size=1)
+    rows, expected = TOKENS // 2 * WIDTH * NUMBER, {2: BATCH + 1, 1: 2 * BATCH + 1, 0: BATCH}  # the last has rank 0
+    for rank in range(6):
+        found = rehearse(strategy, Words, torch.zeros(BATCH, TOKENS, dtype=torch.long), world_size=6, rank=rank)
+        sent = [each for each in found.communication if (each.phase, each.operation) == ("step", "send")]
+        assert sum(each.count for each in sent if each.bytes == rows) == expected[rank // 2], rank
+        assert {each.peer % 2 for each in sent} == {rank % 2}  # the same context rank of the next stage
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -79,6 +80,28 @@ def build() -> tuple[SmallGPT, tuple[Tensor, Tensor]]:
     return SmallGPT(), (tokens, tokens.roll(-1, 1))
 
 
+class MlpBlock(Block):
+    """The same with its MLP in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(self.up, nn.GELU(), self.down)
+        del self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        heads = (part(normed).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for part in self.parts())
+        x = x + self.output(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.second(x))
+
+
+def with_mlps() -> tuple[SmallGPT, tuple[Tensor, Tensor]]:
+    """The same with layers whose MLP is a module."""
+    module, batch = build()
+    module.blocks = nn.ModuleList(MlpBlock() for _ in range(LAYERS))
+    return module, batch
+
+
 OPERATIONS = {
     "allreduce_": "all-reduce",
     "broadcast_": "broadcast",
@@ -125,11 +148,11 @@ class Overheard(TorchDispatchMode):
         self.ledger.write(group, operation, tensors, args[2] if name in ("send", "recv_") else -1)
 
 
-def live(info: RankInfo, settings: dict[str, Any]) -> dict[str, Any]:
-    """One real step of :func:`build` with these arguments of the strategy; what a rehearsal should have said."""
+def live(info: RankInfo, settings: dict[str, Any], made: Callable[[], Any] = build) -> dict[str, Any]:
+    """One real step of what ``made`` returns, with these arguments of the strategy; a rehearsal should have said it."""
     meter, ledger = MemoryMeter(), Ledger()
     with Metered(meter), Overheard(ledger):
-        module, batch = build()
+        module, batch = made()
         witness = Witness(ledger, meter)
         strategy = linked(MegatronStrategy(**settings, whole_batch_loss=False), through_memory=False)
         trainer = Trainer(

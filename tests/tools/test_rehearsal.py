@@ -24,7 +24,7 @@ from lightning_megatron.tools.commands.rehearse import load
 from lightning_megatron.tools.rehearsal import Rehearsal, rehearse
 from tests.harness import run_trainers
 from tests.tools import rehearsal_scenarios
-from tests.tools.rehearsal_scenarios import SmallGPT, build, live, planned
+from tests.tools.rehearsal_scenarios import SmallGPT, build, live, planned, with_mlps
 
 GRID = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
 INTERLEAVED = {"pipeline_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "interleaved"}
@@ -88,6 +88,59 @@ def test_a_rehearsal_and_the_planner_say_what_a_real_run_holds_and_sends(setting
     assert not dist.is_initialized()
 
 
+CONTEXT = {"pipeline_parallel_size": 2, "context_parallel_size": 2, "micro_batch_size": 4}
+SEQUENCE = {"tensor_parallel_size": 2, "sequence_parallel": True, "loss_chunks": 2}
+TWOS = {"micro_batch_size": 2}
+THIRDS = {"context_parallel_size": 3, "pipeline_schedule": "zb-v", "loss_chunks": "auto"}
+OTHERS = [
+    pytest.param({"micro_batch_size": 8, "loss_chunks": 4}, 1, build, id="loss in chunks"),
+    pytest.param(CONTEXT, 4, build, id="stages x context ranks"),
+    pytest.param({"micro_batch_size": 4, "mlp_chunks": 4}, 1, with_mlps, id="MLPs in chunks"),
+    *(
+        pytest.param(*row, id=name, marks=pytest.mark.wide)
+        for name, row in {
+            "of split logits": ({"tensor_parallel_size": 2, "micro_batch_size": 4, "loss_chunks": 3}, 2, build),
+            "of context ranks": ({"context_parallel_size": 2, "micro_batch_size": 4, "loss_chunks": 3}, 2, build),
+            "of stages": ({"pipeline_parallel_size": 2, "micro_batch_size": 4, "loss_chunks": 4}, 2, build),
+            "ring": (CONTEXT | {"context_parallel_options": {"method": "ring"}}, 4, build),
+            "interleaved": (CONTEXT | TWOS | {"pipeline_schedule": "interleaved", "loss_chunks": 4}, 4, build),
+            "zero bubble": ({"pipeline_parallel_size": 2} | TWOS | {"pipeline_schedule": "zb-h1"}, 2, build),
+            "zero bubble x context": (CONTEXT | TWOS | {"pipeline_schedule": "zb-h1"}, 4, build),
+            "MLPs on stages": (CONTEXT | {"mlp_chunks": 4}, 4, with_mlps),
+            "sequence parallel": (CONTEXT | SEQUENCE, 8, build),
+            "other numbers of tokens": (CONTEXT | TWOS | THIRDS, 6, build),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "ranks", "made"), OTHERS)
+def test_split_tokens_and_chunks_hold_and_send_what_they_do_in_a_real_run(
+    settings: dict[str, Any], ranks: int, made: Any
+) -> None:
+    for outcome in run_trainers(live, settings, made, devices=ranks):
+        found, real = rehearse(MegatronStrategy(**settings), made, world_size=ranks, rank=outcome.rank), outcome.value
+        assert found.parameters == real["parameters"]
+        for kind in ("weights", "gradients", "optimizer"):
+            assert found.bytes_by_kind[kind] == real["bytes"][kind] > 0, kind
+        # In a real run a message of up to a few hundred bytes may still be under way when a backward begins.
+        assert -64 <= real["bytes"]["activations"] - found.bytes_by_kind["activations"] <= 4096
+        assert found.instructions == real["instructions"]
+        assert in_step(sent(found)) == in_step(real["communication"])
+
+
+def test_weights_of_a_schedule_that_puts_off_their_gradients_keep_its_inputs() -> None:
+    """A rehearsal of zero bubble holds what the products of weights wait for: more than 1F1B in the same order."""
+    kept = {
+        schedule: rehearse(
+            MegatronStrategy(pipeline_parallel_size=2, micro_batch_size=2, pipeline_schedule=schedule), build,
+            world_size=2, rank=0,
+        ).bytes_by_kind["activations"]
+        for schedule in ("1f1b", "zb-h1")
+    }  # fmt: skip
+    assert kept["zb-h1"] > kept["1f1b"]
+
+
 @pytest.mark.parametrize("more", [{}, {"free": "step", "sum": "micro_batch"}])
 def test_weights_shared_out_over_replicas_are_rehearsed(more: dict[str, str]) -> None:
     """Of P weights a rank keeps P/4, and parts too small to cut; a step gathers all of them at least once."""
@@ -139,8 +192,9 @@ def test_the_strategy_rehearses_itself_and_stays_as_it_was() -> None:
             "positive layer counts that add up to the 4 layers",
         ),
         ({"pipeline_parallel_size": 2, "activation_recompute": ["*.nothing"]}, 2, "matches no module"),
-        ({"pipeline_parallel_size": 2, "context_parallel_size": 2}, 4, "the stage before sends is of all tokens"),
-        ({"loss_chunks": 4}, 1, "a rehearsal counts logits as whole, while `loss_chunks=4`"),
+        ({"activation_offload": "all"}, 1, "counts a device's memory, not its host's; leave `activation_offload`"),
+        ({"optimizer_offload": True}, 1, "counts a device's memory, not its host's; leave `optimizer_offload`"),
+        ({"loss_chunks": 0}, 1, "`loss_chunks=0` must be a number of pieces"),
     ],
 )
 def test_what_a_launch_would_refuse_a_rehearsal_refuses(settings: dict[str, Any], world: int, message: str) -> None:

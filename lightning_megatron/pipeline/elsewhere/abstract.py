@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +100,17 @@ def _doubt(leaves: list[Any]) -> list[Any]:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether ``value`` is a fake tensor, which no step of ours should ever see."""
+    """Whether ``value`` is a fake tensor, which only steps of a rehearsal should ever see."""
     return isinstance(value, FakeTensor)
+
+
+def is_ordinary(value: Any) -> TypeGuard[Tensor]:
+    """Whether ``value`` is a tensor of no class of its own: with numbers, or without memory in a rehearsal, which does
+    with it what a run does.
+    """
+    if isinstance(value, FakeTensor):
+        return not isinstance(value.fake_mode, _RecordingMode)
+    return type(value) in (Tensor, nn.Parameter)
 
 
 class _RecordingMode(FakeTensorMode):

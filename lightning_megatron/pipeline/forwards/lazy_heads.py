@@ -30,6 +30,7 @@ from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.messages.collectives import copy_to_group, gather_for_shards
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
 _log = logging.getLogger(__name__)
@@ -173,12 +174,12 @@ def _is_of_rows(x: Any) -> bool:
     """Whether a head's input is here: of numbers, all or of some tokens."""
     if isinstance(x, WholeTensor):
         return x.is_by_rows and not isinstance(x, LazyLogits) and x.ndim > 1
-    return type(x) in (Tensor, nn.Parameter) and x.ndim > 1 and x.is_floating_point()
+    return is_ordinary(x) and x.ndim > 1 and x.is_floating_point()
 
 
 def lazy_product(owner: LazyHeads, x: Tensor, weight: Any, bias: Any) -> LazyLogits | None:
     """``F.linear``, put off; ``None`` if it cannot be."""
-    if not all(value is None or type(value) in (Tensor, nn.Parameter) for value in (weight, bias)):
+    if not all(value is None or is_ordinary(value) for value in (weight, bias)):
         return None
     return _lazy(owner, x, F.linear, weight, bias, weight.shape[0])
 

@@ -30,6 +30,7 @@ from lightning_megatron.layers.multiply.float8 import FLOAT8
 from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products, of_its_own
 from lightning_megatron.layers.multiply.weight_view import autocast_input
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 from lightning_megatron.pipeline.forwards.factors import Factors
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
@@ -111,6 +112,12 @@ class WeightGradients:
             with torch.inference_mode(False):
                 self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self._anchors[device]
+
+
+def puts_off(module: nn.Module) -> bool:
+    """Whether a part of ``module`` puts off gradients of weights now, and so saves other tensors than usual."""
+    parts = module.modules()
+    return any("put_off" in vars(part) or ForwardStack.of(part).get(ForwardSlot.SPLIT) is not None for part in parts)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -237,7 +244,7 @@ class _AttentionCall(_ForwardCall):
         is_causal: bool = False,
     ) -> Any:
         masks = (key_padding_mask, attn_mask, is_causal)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(query) is Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_ordinary(query):
             return attend_heads(self.module, (query, key, value), masks, need_weights, average_attn_weights)
         return self.forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -272,7 +279,7 @@ class _LinearCall(_ForwardCall):
         return (
             torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
-            and type(x) in (Tensor, nn.Parameter)
+            and is_ordinary(x)
             and isinstance(weight, nn.Parameter)
             and weight.requires_grad
             and not weight._backward_hooks

@@ -28,6 +28,9 @@ class SplitsTokens(Protocol):
     def leave(self, layer: nn.Module) -> None:
         """Let whoever called the layer see what it wrote into its input."""
 
+    def cut_at(self, layer: nn.Module, value: Tensor) -> WholeTensor:
+        """This rank's rows of a tensor that a layer is given whole."""
+
     def parted(self, tensor: WholeTensor) -> tuple[Tensor, Hashable]:
         """This rank's rows, and what another process has to know of how they are split."""
 

@@ -2,7 +2,8 @@
 
 The first message between two stages announces the tensors of the boundary: their shapes and dtypes, and whether a
 gradient is returned. In a rehearsal no stage sends it, so this rank computes it. It runs the user's step with stand-ins
-up to the call of its first layer, where it sees the same arguments as the previous stage would::
+up to the call of its first layer, where it sees the same arguments as the previous stage would; where context ranks
+share the tokens out, it cuts them as the first of all layers does::
 
     stage 37   ... layer 75 │ call of layer 76: (hidden, mask)  ──▶  "[1, 2048, 25600] float32, with gradient"
     stage 38   stand-ins    │ call of layer 76: (zeros, mask)        the same, found here
@@ -14,17 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.checkpoints.loading.as_built import fill_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
+from lightning_megatron.pipeline.elsewhere.away import unmarked
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.program import Slot
-from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary
+from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, Leaf
 from lightning_megatron.pipeline.stage.cursor import StageDone
 from lightning_megatron.strategy.assembly.alike import materialize
 from lightning_megatron.strategy.world import World
@@ -120,15 +122,34 @@ def _told(executor: PipelineExecutor, slot: Slot) -> Announcement:
     first = stage.partition.bounds[slot.virtual][0]
     stage.cursor.begin((first, first), slot.micro_batch, Boundary(), step.name)
     try:
-        step.call(step.micro_batches[slot.micro_batch], slot.micro_batch)
+        with unmarked():  # small stand-ins have memory, and would be refused as arguments of this stage's layers
+            step.call(step.micro_batches[slot.micro_batch], slot.micro_batch)
     except StageDone:
         sent = stage.cursor.sent
     finally:
         stage.cursor.end()
-    leaves = sent.leaves
+    leaves = sent.leaves if stage.cursor.tokens is None else _in_rows(stage, sent)
     if not (step.training and _trains_before(executor, slot.virtual)):
         leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
     return Announcement(leaves, forms=sent.forms)
+
+
+def _in_rows(stage: Any, sent: Boundary) -> tuple[Leaf, ...]:
+    """Leaves of a boundary whose tokens are split: of those shaped like the hidden state, this rank's rows.
+
+    The layers before cut what the first of them is given. They are not run here, so what they pass on is whole.
+    """
+    layer, hidden = stage.partition.trunk.layers(stage.module)[0], sent.tensors[0]
+    with torch.no_grad():
+        rows, described = stage.cursor.tokens.parted(stage.cursor.tokens.cut_at(layer, hidden))
+    dims = hidden.ndim - 1
+
+    def cut(leaf: Leaf, tensor: Tensor) -> Leaf:
+        if not tensor.is_floating_point() or leaf.index < 0 or tensor.shape[:dims] != hidden.shape[:dims]:
+            return leaf
+        return replace(leaf, shape=(*rows.shape[:dims], *leaf.shape[dims:]), tokens=described)
+
+    return tuple(map(cut, sent.leaves, sent.tensors))
 
 
 def _trains_before(executor: PipelineExecutor, virtual: int) -> bool:

@@ -179,30 +179,16 @@ def rehearse(
         The rank's parameters, bytes, instructions and communication.
 
     Raises:
-        ValueError: ``rank`` lies outside of the world, tokens are split over the ranks of several stages, logits are
-            computed in pieces, the optimizer steps on the host, ``module`` does not make a LightningModule, or the
-            Trainer took no step. Errors of the launch itself are raised unchanged.
+        ValueError: ``rank`` lies outside of the world, the optimizer steps on the host, activations lie there,
+            ``module`` does not make a LightningModule, or the Trainer took no step. Errors of the launch itself are
+            raised unchanged.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
-    sizes = strategy.options.sizes
     if strategy.options.optimizer_offload:
         raise ValueError("a rehearsal counts a device's memory, not its host's; leave `optimizer_offload` out of it.")
     if strategy.options.activation_offload is not None:
         raise ValueError("a rehearsal counts a device's memory, not its host's; leave `activation_offload` out of it.")
-    if sizes["context"] > 1 and sizes["pipeline"] > 1:
-        raise ValueError(
-            f"a rehearsal does not run `pipeline_parallel_size={sizes['pipeline']}` together with "
-            f"`context_parallel_size={sizes['context']}`: what it works out that the stage before sends is of all "
-            "tokens; rehearse with `pipeline_parallel_size=1`, or with `context_parallel_size=1`."
-        )
-    if strategy.options.mlp_chunks is not None:
-        raise ValueError("a rehearsal counts modules as whole; leave `mlp_chunks` out of it, which saves memory.")
-    if strategy.options.loss_chunks is not None:
-        raise ValueError(
-            f"a rehearsal counts logits as whole, while `loss_chunks={strategy.options.loss_chunks!r}` computes them "
-            "in pieces; rehearse without `loss_chunks`: the run then takes less memory than it says."
-        )
     meter = MemoryMeter()
     alone = own_rank_afterwards()
     with _quiet(), alone, paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
