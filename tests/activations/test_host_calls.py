@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.mesh.messages.host_link import Copy, HostLink
+from lightning_megatron.pipeline.cut.trunk import LayersHere
+from lightning_megatron.pipeline.forwards.factors import Factors, add_up
+from lightning_megatron.pipeline.forwards.recompute import recompute_layers
+from lightning_megatron.pipeline.forwards.weight_gradients import WeightGradients
 from lightning_megatron.strategy.activations.host_copies import Traffic
 from lightning_megatron.strategy.activations.host_request import host_request
 from lightning_megatron.strategy.activations.install import keep_on_host
@@ -60,12 +65,15 @@ class Words(nn.Module):
         return self.head(x if self.first else x.transpose(0, 1))
 
 
+def words() -> Tensor:
+    return torch.randint(0, 50, (BATCH, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
 def train(model: nn.Module, offload, link: HostLink | None = None, steps: int = 3):
     """Losses and gradients of some steps, and what counted the copies."""
     model = copy.deepcopy(model)
     traffic = keep_on_host(model, None, "auto", host_request(offload), link or HostLink())
-    tokens = torch.randint(0, 50, (BATCH, TOKENS), generator=torch.Generator().manual_seed(3))
-    losses = []
+    tokens, losses = words(), []
     for step in range(steps):
         torch.manual_seed(step)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -109,6 +117,50 @@ def test_some_tokens_in_host_memory_and_others_computed_again_give_the_same_grad
 def test_tokens_may_lie_in_front_of_the_batch():
     model = Words(functools.partial(kinds.TorchsLayer, batch_first=False), first=False)
     same(train(model, {"tokens": 0.4}), train(model, None), exactly=False)
+
+
+@pytest.mark.parametrize("name", TOKENWISE)
+@pytest.mark.parametrize("offload", ["all", {"tokens": 0.4}], ids=str)
+def test_gradients_of_weights_may_be_put_off(name, offload):
+    """As schedules do that split the backward, here in every second step."""
+    model = built(TOKENWISE[name])
+    wanted, made = train(model, None), copy.deepcopy(model)
+    keep_on_host(made, None, "auto", host_request(offload), HostLink())
+    products, tokens, losses = WeightGradients(made.layers), words(), []
+    for step in range(3):
+        torch.manual_seed(step)
+        put_off: list[Factors] = []
+        with products.installed() if step != 1 else nullcontext(), products.putting_off(put_off):
+            loss = F.cross_entropy(made(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+        assert bool(put_off) == (step != 1)
+        add_up(put_off)
+        losses.append(loss.item())
+    same((losses, {name: p.grad for name, p in made.named_parameters()}), wanted, exactly=False)
+
+
+RECOMPUTED = ["full", {"every": 2}, "selective", ["*.down", "*.up"]]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED, ids=str)
+@pytest.mark.parametrize("name", ["block", "dropout", "conv1d", "mean"])
+def test_what_recomputation_leaves_may_lie_in_host_memory(name, recompute):
+    model = built({**TOKENWISE, **OTHERS}[name])
+    if name in OTHERS and not isinstance(recompute, dict):
+        recompute = "full"
+    recompute_layers(LayersHere(model, "auto"), recompute)
+    found = train(model, "all")
+    assert found[2].returned > 0
+    same(found, train(model, None), exactly=recompute != "selective")  # products of operands that lie otherwise
+
+
+def test_of_recomputed_layers_the_host_has_the_inputs():
+    model = built(kinds.Block)
+    recompute_layers(LayersHere(model, "auto"), "full")
+    traffic = train(model, "all")[2]
+    size = BATCH * TOKENS * kinds.WIDTH * 8
+    assert all(sum(kinds_of.values()) == size for kinds_of in traffic.kept.values())
+    assert traffic.most == LAYERS * size and traffic.most_out == 2 * size
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -12,6 +12,7 @@ from tests.harness import one_process, run_trainers
 PP, DP, TP, CP = (f"{axis}_parallel_size" for axis in ("pipeline", "data", "tensor", "context"))
 TOKENS, ALL = {"activation_offload": {"tokens": 0.4}}, {"activation_offload": "all"}
 RING, HEADS = ({"context_parallel_options": {"method": method}} for method in ("ring", "ulysses"))
+ZERO_BUBBLE = {"pipeline_schedule": "zb-h1", "micro_batch_size": 2}
 wide = pytest.mark.wide
 LAYOUTS = [
     ("block", {PP: 2, **TOKENS}, {}),
@@ -19,10 +20,37 @@ LAYOUTS = [
     ("by hand", {DP: 2, "weight_sharding": True, **ALL}, {}),
     ("hf_gemma2", {PP: 2, **TOKENS}, {}),
     ("checkpointed block", {CP: 2, **RING, **ALL}, {}),
+    ("rotary", {PP: 2, **ZERO_BUBBLE, **TOKENS}, {}),
+    ("block", {PP: 2, "activation_recompute": "full", **ALL}, {}),
     *(
         pytest.param(*row, marks=wide)
         for row in (
             ("block", {**TOKENS}, {}),
+            *(
+                (kind, {PP: 2, "pipeline_schedule": schedule, **TOKENS, **more}, {})
+                for kind, schedule, more in (
+                    ("block", "zb-h1", {"micro_batch_size": 1, TP: 2}),
+                    ("by hand", "zb-v", {"micro_batch_size": 2}),
+                    ("rotary", "zb-h2", {"micro_batch_size": 2}),
+                    ("modules", "dualpipe-v", {"micro_batch_size": 1}),
+                    ("rotary", "zb-h1", {"micro_batch_size": 2, CP: 2, **RING}),
+                    ("block", "zb-h1", {"micro_batch_size": 2, "activation_offload": "auto"}),
+                    ("hf_llama", "zb-h1", {"micro_batch_size": 2}),
+                    ("hf_gpt2", "zb-v", {"micro_batch_size": 2}),
+                )
+            ),
+            *(
+                (kind, {"activation_recompute": recompute, **ALL, **more}, {})
+                for kind, recompute, more in (
+                    ("block", "selective", {PP: 2}),
+                    ("rotary", {"every": 2}, {PP: 2}),
+                    ("modules", ["*.mlp"], {TP: 2}),
+                    ("block", "full", {PP: 2, **ZERO_BUBBLE}),
+                    ("block", "full", {DP: 2, "weight_sharding": True}),
+                    ("hf_llama", "full", {PP: 2, "pipeline_schedule": "interleaved"}),
+                    ("hf_gpt2", "full", {"activation_offload": {"every": 2}}),
+                )
+            ),
             ("by hand", {CP: 2, **TOKENS}, {}),
             ("by hand", {CP: 3, PP: 2, **TOKENS}, {}),
             *(
@@ -79,12 +107,13 @@ def test_a_layer_that_is_not_token_by_token_is_refused_on_every_rank():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({**ALL, "activation_recompute": "full"}, "`activation_recompute='full'`; use `activation_recompute=None`"),
+        ({**TOKENS, "activation_recompute": "full"}, "`activation_recompute='full'`; use `activation_offload='all'`"),
+        ({"activation_offload": "auto", "activation_recompute": ["*.mlp"]}, "decides by itself which tokens"),
+        ({**ALL, "activation_recompute": "full", CP: 2}, "`activation_recompute='full'` over context ranks"),
         ({**ALL, "compile_layers": True}, "`compile_layers=True`"),
         ({**ALL, "layout": "auto"}, "`layout='auto'`"),
         ({**TOKENS, TP: 2, "sequence_parallel": True}, "`sequence_parallel=True`.*`activation_offload='all'`"),
         ({**TOKENS, "random_streams": "layout"}, "`random_streams='layout'`"),
-        ({**TOKENS, PP: 2, "pipeline_schedule": "zb-h1"}, "`pipeline_schedule='zb-h1'` may split"),
         ({"activation_offload": "some"}, "must be None, 'all'"),
     ],
     ids=str,

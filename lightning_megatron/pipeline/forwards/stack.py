@@ -1,11 +1,11 @@
 """Stacks the wrappers around a module's ``forward`` in a fixed order, whatever the order of their installation.
 
-Cutting, profiling, pieces of tokens, recomputation, activations in host memory, gathering of weights, compilation,
+Cutting, profiling, pieces of tokens, activations in host memory, recomputation, gathering of weights, compilation,
 split backwards and 8-bit products each run code around, or instead of, a module's own ``forward``. Each is installed
 and removed independently: a split backward per micro-batch, the profile after a few steps, the others from run to run.
 Each has a slot, and slots nest in the order of their declaration::
 
-    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ PIECES ─▶ RECOMPUTE ─▶ HOST ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ own
+    module(x) ─▶ PIPELINE ─▶ PROFILE ─▶ PIECES ─▶ HOST ─▶ RECOMPUTE ─▶ WEIGHTS ─▶ COMPILE ─▶ SPLIT ─▶ PRODUCTS ─▶ own
 
 ``module.forward`` is the outermost wrapper and each wrapper's ``forward`` is the next one, so a call costs one Python
 call per wrapper. Only the stack assigns to ``module.forward``. The innermost forward is the one that the module had
@@ -25,6 +25,8 @@ from torch import nn
 class ForwardSlot(enum.IntEnum):
     """Purpose of a wrapper, outermost first.
 
+    ``HOST`` is outside of ``RECOMPUTE``, which decides what is kept: of that, all goes to the host.
+
     ``SPLIT`` is outside of ``PRODUCTS``: a linear whose backward is split computes the products itself, in the
     precision of ``PRODUCTS``, and calls the next forward if it cannot split.
     """
@@ -32,8 +34,8 @@ class ForwardSlot(enum.IntEnum):
     PIPELINE = 0
     PROFILE = 1
     PIECES = 2
-    RECOMPUTE = 3
-    HOST = 4
+    HOST = 3
+    RECOMPUTE = 4
     WEIGHTS = 5
     COMPILE = 6
     SPLIT = 7

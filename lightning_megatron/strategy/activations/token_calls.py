@@ -32,6 +32,7 @@ from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.key_value_caches import with_own_caches
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
+from lightning_megatron.pipeline.forwards.weight_gradients import puts_off
 from lightning_megatron.strategy.activations.generator_states import differs, random_as, random_state, set_random_state
 from lightning_megatron.strategy.activations.host_budget import HostBudget
 from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffic, View, form_of, memory_of
@@ -142,9 +143,9 @@ class _Run:
 
     def _kind(self) -> Any:
         """What calls that save tensors alike have in common."""
-        leaves = tree_leaves(self.given)
-        told = [_told(leaf) for leaf in leaves]
-        return (*told, self.owner.module.training, self.autocast._enabled, isinstance(self.x, TokenShards))
+        told = [_told(leaf) for leaf in tree_leaves(self.given)]
+        split, module = isinstance(self.x, TokenShards), self.owner.module
+        return (*told, module.training, self.autocast._enabled, split, puts_off(module))
 
     # -- forward
 
@@ -197,9 +198,7 @@ class _Run:
             self.own_scope.refuse("attention gathers all tokens, as it does with dropout")
 
     def _pack(self, tensor: Tensor) -> Any:
-        if self.clock is None:
-            return self._packed(tensor)
-        with self.clock.stopped():
+        with nullcontext() if self.clock is None else self.clock.stopped():
             return self._packed(tensor)
 
     def _packed(self, tensor: Tensor) -> Any:

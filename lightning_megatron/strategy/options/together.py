@@ -119,7 +119,7 @@ def check_draws_run(random_streams: str, module: pl.LightningModule, layout: Lay
         refuse_with(_GIVEN, "`automatic_optimization=False` on several stages or replicas, where no step is tried")
 
 
-_WITH_ACTIVATIONS = {"activation_recompute": None, "compile_layers": False, "layout": None}
+_WITH_ACTIVATIONS = {"compile_layers": False, "layout": None}
 """Options that cannot be combined with activations in host memory, and the only values that do."""
 _WITH_TOKENS = {"sequence_parallel": False, "random_streams": "torch"}
 """Likewise where layers run again on some of their tokens."""
@@ -153,14 +153,20 @@ def check_activations(options: Any) -> None:
     request = host_request(options.activation_offload)
     if request is None:
         return
-    given, schedule = f"activation_offload={options.activation_offload!r}", options.pipeline_schedule
+    given, recompute = f"activation_offload={options.activation_offload!r}", options.activation_recompute
     check_options_with(given, options, _WITH_ACTIVATIONS, "activation_offload=None")
+    if recompute is not None and options.sizes["context"] > 1:
+        raise ValueError(
+            f"`{given}` cannot be combined with `activation_recompute={recompute!r}` over context ranks; use "
+            "`context_parallel_size=1`, `activation_recompute=None`, or `activation_offload=None`."
+        )
     if request.splits:
         check_options_with(given, options, _WITH_TOKENS, "activation_offload='all'")
-        if schedule not in _ONE_BACKWARD:
+        if recompute is not None:
             raise ValueError(
-                f"`{given}` computes tokens again in one backward, which `pipeline_schedule={schedule!r}` may split; "
-                "use '1f1b', 'gpipe' or 'interleaved', or `activation_offload='all'`."
+                f"`{given}` decides by itself which tokens of a layer are computed again, and cannot be combined with "
+                f"`activation_recompute={recompute!r}`; use `activation_offload='all'`, which keeps what is left of "
+                "the activations in host memory, or `activation_recompute=None`."
             )
 
 
