@@ -88,5 +88,14 @@ def test_gradients_of_some_tokens_are_refused_over_stages() -> None:
         assert "`register_hook` was asked of a tensor" in f"{outcome.error}\n{outcome.output}"
 
 
+@pytest.mark.parametrize("kind", ["layer", "logits"])
+def test_gradients_of_some_tokens_are_refused_in_layers(kind: str) -> None:
+    arguments = {"tensor_parallel_size": 2, "micro_batch_size": "auto", "sequence_parallel": True}
+    for outcome in run_trainers(backwards.train, (1, 1), arguments, kind, devices=2, check=False, grace=20.0):
+        said = re.sub(r"\s+", " ", f"{outcome.error}\n{outcome.output}")
+        assert ("`register_hook` in `net.layers.1` would be given the gradient" in said) == (kind == "layer"), said
+        assert (outcome.error is None) == (kind == "logits"), outcome.error
+
+
 def _python_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith("python.")}

@@ -24,6 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users
+from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 
 _OURS = ("torch", "lightning_megatron", "lightning")
@@ -109,6 +110,29 @@ def mentions_backwards(module: nn.Module) -> bool:
     return _mention(_names(module))
 
 
+def refuse_on_tokens(module: nn.Module, ranks: int) -> None:
+    """Refuse such things in the layers, where tensor ranks share the tokens (sequence parallelism).
+
+    Args:
+        module: the user's.
+        ranks: that share them.
+
+    Raises:
+        RuntimeError: a layer would take the gradient of one rank's tokens for that of all.
+    """
+    try:
+        trunk = find_trunk(module)
+    except ValueError:  # a single layer
+        return
+    for name, layer in zip(trunk.layer_names, trunk.layers(module), strict=True):
+        for found in sorted(_names(layer, module) & _NAMES):
+            raise RuntimeError(
+                f"`{found}` in `{name}` would be given the gradient of one rank's tokens: with "
+                f"`sequence_parallel=True` the {ranks} tensor-parallel ranks share the tokens between split layers. "
+                "Take the gradient outside of the layers, or use `sequence_parallel=False`."
+            )
+
+
 def takes_gradients(module: nn.Module) -> bool:
     """Whether code of a module mentions such things, or gradients that it takes itself."""
     names = _names(module)
@@ -119,9 +143,9 @@ def _mention(names: set[str]) -> bool:
     return bool(names & _NAMES) or ("apply" in names and any(map(is_users, defined_functions())))
 
 
-def _names(module: nn.Module) -> set[str]:
-    """What the code of a module mentions, and of its hooks."""
-    reach = Reach(module, module, frozenset(), _MOST)
+def _names(module: nn.Module, root: nn.Module | None = None) -> set[str]:
+    """What the code of a module mentions, and of its hooks; of a part of ``root``, if that is given."""
+    reach = Reach(root or module, module, frozenset(), _MOST)
     reach.containers()
     names = {name for function in reach.functions for name in names_in(function.__code__)[0]}
     if reach.applies:

@@ -35,6 +35,7 @@ from lightning_megatron.mesh.messages.further_groups import further_group
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
+from lightning_megatron.strategy.hooks.backward_code import refuse_on_tokens
 from lightning_megatron.strategy.hooks.layer_hooks import LayerHooks
 from lightning_megatron.strategy.hooks.served_calls import ServedCalls
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
@@ -106,7 +107,10 @@ class WholeHooks:
                 self.steps.add(parameter, None)
                 _tell_whole(parameter, functools.partial(SummedGradientHook, group))
         self._served_calls = ServedCalls(module, self.view, mesh.layout)
-        self._layers = LayerHooks(module, split, group.size(), report is not None and report.sequence_parallel)
+        shares_tokens = report is not None and report.sequence_parallel
+        if shares_tokens:
+            refuse_on_tokens(module, group.size())
+        self._layers = LayerHooks(module, split, group.size(), shares_tokens)
         self.steps.watch(module, _is_compiled, self._layers.called, is_led, shows_whole)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         for owner, parent in ((module, None), *others):
