@@ -165,8 +165,8 @@ class LayoutDraws(TorchFunctionMode):
             RuntimeError: with the line of the user's code.
         """
         raise RuntimeError(
-            f"`{function}` ({where or _line()}) draws numbers that {OPTION} cannot make those of one process: {why}. "
-            "Draw them in the data loader, draw by sample in dim 0, or leave `random_streams` out."
+            f"`{function}` ({where or line_that_draws()}) draws numbers that {OPTION} cannot make those of one "
+            f"process: {why}. Draw them in the data loader, draw by sample in dim 0, or leave `random_streams` out."
         )
 
 
@@ -175,7 +175,7 @@ def active_draws() -> LayoutDraws | None:
     return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, LayoutDraws)), None)
 
 
-def _line() -> str:
+def line_that_draws() -> str:
     """The line of the user's code that runs."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _OURS:

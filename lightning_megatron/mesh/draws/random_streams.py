@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.draws.mode import LayoutDraws
 
@@ -68,6 +69,7 @@ class SegmentStreams:
 
     Attributes:
         segmented: whether segments of a step draw from streams of their own; see :class:`.one_stream.OneStream`.
+        of_batch: draws that are for a batch, which its micro-batches share.
     """
 
     segmented = True
@@ -83,6 +85,7 @@ class SegmentStreams:
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
+        self.of_batch = BatchDraws(device, lambda *place: absorb(self._state_of(0), *place) & _MASK)
         self._entered: set[int] = set()
         self._alike, self._before = False, False
 
@@ -117,7 +120,8 @@ class SegmentStreams:
         self.step_state = absorb(_START, step_seed, self._replica)
         state = current_rng_state(self._device)
         try:
-            with self._drawing(name, rows):
+            shares = self.of_batch.is_on and not self._apart and self.draws is None
+            with self._drawing(name, rows), self.of_batch.step() if shares else nullcontext():
                 yield
         finally:
             restore_rng_state(state, self._device)
@@ -216,7 +220,7 @@ class SegmentStreams:
         if self.draws is not None:
             self._go_to_rows(micro_batch)
             self.draws.enter(segment, call)
-        self._enter_known(self._seed_of(self._state_of(micro_batch), segment, call))
+        self._enter_known(self._seed_of(self._state_of(micro_batch), segment, call), segment, call)
 
     def enter_micro_batch(self, micro_batch: int, segments: Iterable[int] = (), *, whole: bool = False) -> None:
         """Enter segment 0 of a micro-batch; reseeds Python's and NumPy's generators too.
@@ -233,7 +237,7 @@ class SegmentStreams:
             self._check_others()
             self._go_to_rows(micro_batch, whole=whole)
             self.draws.enter(0, 0)
-        self._enter_known(seed)
+        self._enter_known(seed, 0)
         others = seed if self._apart else self._seed_of(self._state_of(0), 0)
         random.seed(others)
         if "numpy" in sys.modules:
@@ -268,15 +272,17 @@ class SegmentStreams:
         """Enter, for the first time in this micro-batch, one of the segments that were named."""
         if self.draws is not None:
             self.draws.enter(segment, 0)
-        self._enter_known(self._ahead[segment])
+        self._enter_known(self._ahead[segment], segment)
 
     def leave(self, layer: int, call: int = 0) -> None:
         """Enter what is behind a layer, where that has a stream of its own."""
         if self.draws is not None:
             self.enter(self._now, _BEHIND + layer, call)
 
-    def _enter_known(self, seed: int) -> None:
+    def _enter_known(self, seed: int, segment: int, call: int = 0) -> None:
         """Reseed torch's generators with a known seed."""
+        if self.of_batch.is_on:
+            self.of_batch.enter(seed, segment, call)
         if self._alike:
             self._entered.add(seed)
         torch.default_generator.manual_seed(seed)

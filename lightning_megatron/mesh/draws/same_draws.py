@@ -7,6 +7,9 @@ both together gets it again, joined::
     part 0      bernoulli_ ──▶ mask [2, 8]  ┐
     part 1      bernoulli_ ──▶ mask [3, 8]  ┴──▶  both   bernoulli_ ──▶ mask [5, 8]
 
+    part 0      rand ──▶ coin []            ┐
+    part 1      rand ──▶ coin []            ┴──▶  both   rand ──▶ coin []      drawn for the batch
+
 Some draws are no one's to join: an order of the samples, and what a generator gives that the step itself has seeded, or
 that is the user's. For every sample these are other numbers in a batch than in its parts, where each begins anew::
 
@@ -21,11 +24,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron.mesh.draws.batch_draws import Draw, Place, SeenDraws
 
 _PERMUTES = "aten::randperm"  # of two parts joined it is no permutation
 _ORDER = "an order of the samples (`torch.randperm`)"
@@ -34,6 +39,15 @@ _SEEDED = "from torch's generator, which it seeds itself, for every sample"
 _OTHERS = "from Python's or NumPy's generator for every sample"
 _DROPOUT = "aten::native_dropout"
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Drawn(NamedTuple):
+    """What ranks tell each other of the draws of a trial; see :class:`SameDraws`."""
+
+    narrow: bool
+    apart: str
+    of_batch: frozenset[Draw]
+    places: frozenset[Place]
 
 
 class SameDraws:
@@ -48,6 +62,7 @@ class SameDraws:
         narrow: whether anything was computed in a type narrower than float64.
         any: whether anything was drawn.
         apart: what is drawn for every sample and is another number in a part than in the whole; or "".
+        of_batch: what is drawn for a batch, the same in a part and in the whole.
     """
 
     def __init__(
@@ -59,8 +74,15 @@ class SameDraws:
         self._others: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._joins = joins
         self._latest = {part: run for run in sorted(joins) for part in joins[run]}
+        self.of_batch: set[Draw] = set()
+        self._places: set[Place] = set()
+        self._seen: dict[tuple[int, int], Counter[Draw]] = {}
         self._calls: Counter[int] = Counter()
         self._drawn: dict[tuple[int, int], list[Tensor]] = {}
+
+    def told(self) -> Drawn:
+        """What other ranks are to hear of."""
+        return Drawn(self.narrow, self.apart, frozenset(self.of_batch), frozenset(self._places))
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
@@ -76,9 +98,11 @@ class SameDraws:
         else:
             drawn = [self._drawn.get((part, call), []) for part in self._joins[index]]
             rows = iter(zip(*drawn, strict=False))
-            take = lambda drawn: _joined(next(rows, ()), drawn)  # noqa: E731
+            take = lambda drawn: _given(next(rows, ()), drawn)  # noqa: E731
         try:
-            with self._seeing(_Draws(take, lambda name, drawn: own.append((name, drawn.clone())), self._is_foreign)):
+            draws = _Draws(take, lambda name, drawn: own.append((name, drawn.clone())), self._is_foreign)
+            with self._seeing(draws), SeenDraws() as seen:
+                self._seen[index, call] = seen.counts
                 yield
         finally:  # a stage ends its run by raising
             others = begun, _others()
@@ -91,6 +115,11 @@ class SameDraws:
         if index not in self._joins:
             return
         parts = [(part, call) for part in self._joins[index] if (part, call) in self._own]
+        whole = self._seen.get((index, call), Counter())
+        self._places.update(place for place, _ in whole)
+        self.of_batch.update(
+            draw for draw, count in whole.items() if parts and all(self._seen[part][draw] == count for part in parts)
+        )
         for (name, drawn), *rows in zip(own, *(self._own[part] for part in parts), strict=False):
             both = _joined(tuple(rows), drawn)
             if both is not drawn and not torch.equal(both, drawn):
@@ -103,6 +132,7 @@ class SameDraws:
             if self._latest[done] == index:
                 self._drawn.pop((done, call), None)
                 self._own.pop((done, call), None)
+                self._seen.pop((done, call), None)
                 self._others.pop((done, call), None)
 
     @contextmanager
@@ -125,6 +155,13 @@ def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
         if fits and sum(part.shape[dim] for part in parts) == own.shape[dim]:
             return torch.cat(parts, dim)
     return own
+
+
+def _given(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
+    """What the whole gets for ``own``: what all parts have drawn for the batch, or theirs joined."""
+    if parts and all(part.shape == own.shape and torch.equal(part, parts[0]) for part in parts):
+        return parts[0].to(own.dtype, copy=True)
+    return _joined(parts, own)
 
 
 def _others() -> tuple[Any, Any]:

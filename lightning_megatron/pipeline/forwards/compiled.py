@@ -75,6 +75,16 @@ class CompiledCall(Wrapper):
         return self._run(self.module, *args, **kwargs)
 
 
+def has_compiled(module: nn.Module) -> bool:
+    """Whether anything in a module is compiled, by its user or by the option ``compile_layers``."""
+    return any(
+        hasattr(part, "_orig_mod")
+        or part._compiled_call_impl is not None
+        or ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None
+        for part in module.modules()
+    )
+
+
 def compile_layers(here: LayersHere, options: CompileOptions) -> None:
     """Compile this rank's layers, or remove the compiled calls of an earlier run if ``options`` is ``False``.
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
-from lightning_megatron.mesh.draws.same_draws import SameDraws
+from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
@@ -28,6 +29,7 @@ from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
 from lightning_megatron.strategy.step.step_context import Stages
 
 _PARTS = 5  # most micro-batches that are tried
+_COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
 _FEW = 4  # samples at once, of fewer of which some losses look like means
 
 
@@ -163,6 +165,22 @@ class Tried:
     def mixed_metric(self, *, cut: bool) -> Name | None:
         """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""
         return self._metrics.mixed(self._pieces.joins, self._weights, cut=cut)
+
+    def drawn(self, *, cut: bool = True) -> Drawn:
+        """What other ranks are to hear of the draws; compiled code draws for a batch in each micro-batch.
+
+        Args:
+            cut: whether there are any.
+        """
+        found = self.draws.told()
+        if not cut or not self.draws_compiled:
+            return found
+        return found._replace(apart=found.apart or _COMPILED, of_batch=frozenset())
+
+    @property
+    def draws_compiled(self) -> bool:
+        """Whether compiled code may draw for a batch, in layers too."""
+        return bool(self.draws.of_batch) and has_compiled(self.traces.module)
 
     def _weights(self, both: int) -> Weights:
         """What the parts of a join count, in the ways in which a mean of theirs may be weighed."""

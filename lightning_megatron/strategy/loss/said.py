@@ -258,7 +258,7 @@ def _why_whole(found: Finding, now: Reading) -> str:
     if now.writes:
         return f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
     if now.draws:
-        return f"`training_step` draws {now.draws}, which the micro-batches of a batch would draw alike"
+        return f"`training_step` draws {now.draws}, which its micro-batches would not draw as the whole does"
     if found.failed:
         return f"`training_step` does not run on two micro-batches by themselves ({found.failed})"
     whole, mean = found.numbers

@@ -30,6 +30,7 @@ import torch
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.global_rows import Deal
+from lightning_megatron.mesh.draws.same_draws import Drawn
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
@@ -82,9 +83,8 @@ class _Told(NamedTuple):
         alone: whether layers may run in micro-batches, and the code around them on the whole batch.
         unsure: whether how a value comes together does not show yet.
         of_held: whether the batch has run before.
-        narrow: whether anything was computed in a type narrower than float64.
         joins: number of joined pieces.
-        draws: what is drawn for every sample anew, or "".
+        draws: what is drawn, and in which types it computes.
         turns: why micro-batches cannot take turns, where a step calls the layers more than once; or "".
     """
 
@@ -93,9 +93,8 @@ class _Told(NamedTuple):
     alone: bool
     unsure: bool
     of_held: bool
-    narrow: bool
     joins: int
-    draws: str
+    draws: Drawn
     turns: str
 
 
@@ -281,17 +280,18 @@ class LossTrials:
             self.again, self._steps = True, self._steps - 1
             return
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
-        inside |= bool(tried.traces.weights.found)
+        inside |= bool(tried.traces.weights.found) or tried.draws_compiled
         alone = self._stages.may_run_around and not inside and middle is None
         of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
-        draws = tried.draws
-        turns = "" if middle is None else middle.refuses(list(kinds), draws=draws.any, gathers=gathers)
-        mine = (own, by_sample), writes, alone, unsure, of_held, draws.narrow, len(joins.joins), draws.apart, turns
+        turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
+        mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(cut=cut), turns
         told = objects.gather(_Told(*mine), self._mesh.group("world"))
-        said = zip(*((one.writes, one.draws) for one in told), strict=True)
-        found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.narrow for one in told))
+        said = zip(*((one.writes, one.draws.apart) for one in told), strict=True)
+        found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
+        for one in told if cut else ():
+            self._streams.of_batch.learn(one.draws.places, one.draws.of_batch)
         self._unsure = any(one.unsure for one in told)
         if due:  # replicas may have unlike numbers of micro-batches
             few = min(one.joins for one in told) == 1

@@ -172,12 +172,14 @@ class EvaluatedParts:
             self._try(known, call, batch, parts, name, beyond)
             return
         why, undecided, known.open = outcome.output
-        told = [(writes, unsure, run.draws.apart)]
+        told = [(writes, unsure, run.drawn())]
         world = context.options.gradients.experts > 1
         for axis in ("world",) if world else ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             told = [each for some in objects.gather(told, context.mesh.group(axis)) for each in some]
         written = next((writes for writes, *_ in told if writes), "")
-        drawn = next((draws for *_, draws in told if draws), "")
+        drawn = next((draws.apart for *_, draws in told if draws.apart), "")
+        for *_, draws in told:
+            context.streams.of_batch.learn(draws.places, draws.of_batch)
         for key, place in zip(kinds, traces.tables(list(kinds)), strict=True):
             known.written.learn(key, kinds[key], place, run.turn(key, context.layers))
         run.tell()

@@ -1,0 +1,154 @@
+"""What a step draws from torch's generators for a batch falls alike in all of its micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Beta
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.draws.same_draws import SameDraws
+from tests.harness import RankInfo, run_trainers
+from tests.parity.train import make_trainer
+from tests.strategy.test_phases import VOCABULARY, Net
+
+WIDE = pytest.mark.wide
+STEPS = 3
+
+
+class Deep(nn.Module):
+    """A layer that is left out now and then."""
+
+    def __init__(self, layer: nn.Module, *, again: bool) -> None:
+        super().__init__()
+        self.layer, self.again = layer, again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        mask = F.dropout(self.layer[2].bias, 0.5) * torch.rand(1, dtype=x.dtype)
+        if torch.rand(()) < 0.5:
+            return x * (0.5 + torch.rand((), dtype=x.dtype))
+        return self.layer(x) + mask
+
+
+class Tosses(Net):
+    """Draws for the batch before, in and behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place, layer in enumerate(self.layers):
+            self.layers[place] = Deep(layer, again=self.again and place % 2 == 1)
+        self.places = nn.Parameter(torch.zeros(6, self.embed.weight.shape[1]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        share = Beta(2.0, 2.0).sample() if self.mixes else torch.rand(())
+        x = self.embed(batch[0]) * (1 + share) + self.places.clone().normal_(std=0.1)
+        x = x + torch.randn(6, 1, dtype=x.dtype) * self.places.exp()
+        for layer in self.layers:
+            x = x + layer(x)
+        mask = torch.empty(x.shape[-1], dtype=x.dtype).bernoulli_(0.8)
+        if torch.randint(0, 2, (1,)):
+            x = x * mask
+        return self.tokens(x[:, torch.randperm(6)[:4]], batch[1][:, :4])
+
+    mixes, again = False, True
+
+
+class Mixed(Tosses):
+    """Draws for the samples in between."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        noise = torch.randn_like(x)  # which must not move what is drawn for the batch
+        x = x + 0.0 * noise * torch.rand(()) + torch.rand(())
+        for layer in self.layers:
+            x = F.dropout(x, 0.0) + layer(x) + 0.0 * torch.rand_like(x)
+        return self.tokens(x * torch.rand(()), batch[1])
+
+
+class Shares(Tosses):
+    """Mixes by a share that is drawn for the batch."""
+
+    mixes = True
+
+
+class Once(Tosses):
+    """Computes nothing again."""
+
+    again = False
+
+
+KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once)}
+
+
+def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after a few steps."""
+    torch.manual_seed(2)
+    module = KINDS[name]().double()
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(*(torch.randint(0, VOCABULARY, (8 * STEPS, 6), generator=generator) for _ in range(2)))
+    trainer = make_trainer(info, MegatronStrategy(**options), max_epochs=1, precision="64-true", limit_val_batches=0)
+    trainer.fit(module, DataLoader(data, batch_size=8))
+    return {key: value.detach().clone() for key, value in trainer.strategy.full_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "options"),
+    [
+        ("Tosses", 1, {"micro_batch_size": 2}),
+        ("Tosses", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}),
+        ("Mixed", 1, {"micro_batch_size": 2}),
+        ("Shares", 1, {"micro_batch_size": 2}),
+        pytest.param("Tosses", 1, {"micro_batch_size": 1}, marks=WIDE),
+        pytest.param("Tosses", 1, {"micro_batch_size": 2, "activation_recompute": "full"}, marks=WIDE),
+        pytest.param("Mixed", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}, marks=WIDE),
+        pytest.param(
+            "Mixed",
+            2,
+            {"micro_batch_size": 1, "pipeline_parallel_size": 2, "pipeline_schedule": "zb-v"},
+            marks=WIDE,
+        ),
+        pytest.param(
+            "Tosses",
+            2,
+            {"micro_batch_size": 1, "pipeline_parallel_size": 2, "activation_recompute": "full"},
+            marks=WIDE,
+        ),
+    ],
+)
+def test_what_is_drawn_for_a_batch_does_not_depend_on_its_micro_batches(name: str, devices: int, options: Any) -> None:
+    wanted = run_trainers(fit, name, {"micro_batch_size": 4}, devices=1)[0].value
+    for outcome in run_trainers(fit, name, options, devices=devices):
+        for key, value in outcome.value.items():
+            torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+def test_batches_stay_whole_where_compiled_code_draws_for_them() -> None:
+    given = {"compile_layers": {"backend": "eager"}}
+    found = [
+        run_trainers(fit, "Once", {**given, "micro_batch_size": micro_batch}, devices=1)[0].value
+        for micro_batch in (4, 2)
+    ]
+    for key, value in found[0].items():
+        torch.testing.assert_close(value, found[1][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+def test_draws_for_a_batch_are_told_from_those_for_samples() -> None:
+    draws = SameDraws({2: (0, 1)})
+    for index, size in enumerate((2, 2, 4)):
+        with draws.run(index):
+            torch.rand(())
+            torch.rand(size)
+            torch.rand((), generator=torch.Generator().manual_seed(1))
+            for _ in range(size):
+                torch.randn(3)
+            torch.multinomial(torch.ones(9), size)
+    assert [(function, shape) for (_, function, _), shape in draws.of_batch] == [("rand", ())]
