@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,7 +88,36 @@ class Once(Tosses):
     again = False
 
 
-KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once)}
+class Coins(Tosses):
+    """Its layers toss Python's and NumPy's coins, and so does the code between and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Tossing(layer) for layer in self.layers])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0]) * (1 + random.random())
+        picked = 0.0
+        for layer in self.layers:
+            x = x + layer(x)
+            picked += random.random()
+        return self.tokens(x * (picked + np.random.rand()), batch[1])
+
+
+class Tossing(nn.Module):
+    """A layer that tosses."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return x * np.random.rand()
+        return self.layer(x) * random.random()
+
+
+KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once, Coins)}
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -106,6 +137,15 @@ def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]
         ("Tosses", 1, {"micro_batch_size": 2}),
         ("Tosses", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}),
         ("Mixed", 1, {"micro_batch_size": 2}),
+        ("Coins", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param("Coins", 1, {"micro_batch_size": 2}, marks=WIDE),
+        pytest.param("Coins", 4, {"micro_batch_size": 2, "pipeline_parallel_size": 4}, marks=WIDE),
+        pytest.param(
+            "Coins",
+            2,
+            {"micro_batch_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"},
+            marks=WIDE,
+        ),
         ("Shares", 1, {"micro_batch_size": 2}),
         pytest.param("Tosses", 1, {"micro_batch_size": 1}, marks=WIDE),
         pytest.param("Tosses", 1, {"micro_batch_size": 2, "activation_recompute": "full"}, marks=WIDE),

@@ -31,6 +31,7 @@ import torch
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.draws.mode import LayoutDraws
+from lightning_megatron.mesh.draws.same_draws import Drawn
 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
@@ -57,7 +58,8 @@ class SegmentStreams:
     """Reseeds the random generators for each segment of a step.
 
     Python's and NumPy's generators are reseeded per micro-batch, torch's per segment. Where micro-batches are to be one
-    batch, the former begin alike in each: ``if random.random() < 0.5:`` falls alike in all of them.
+    batch, the former begin alike in each: ``if random.random() < 0.5:`` falls alike in all of them. Layers, which other
+    stages do not run, have streams of their own; code between layers goes on with the micro-batch's.
 
     Args:
         device: device whose generator is reseeded besides the CPU's.
@@ -70,6 +72,7 @@ class SegmentStreams:
     Attributes:
         segmented: whether segments of a step draw from streams of their own; see :class:`.one_stream.OneStream`.
         of_batch: draws that are for a batch, which its micro-batches share.
+        others_in_layers: whether layers may draw from Python's or NumPy's generator, as far as trials have seen.
     """
 
     segmented = True
@@ -82,12 +85,22 @@ class SegmentStreams:
         self._rows, self._ahead = [_WHOLE], dict[int, int]()
         self._now, self._drawn = 0, False
         self._others: tuple[Any, Any] | None = None
+        self.others_in_layers, self._others_seen = True, False
+        self._between: dict[str, Any] | None = None
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
         self.of_batch = BatchDraws(device, lambda *place: absorb(self._state_of(0), *place) & _MASK)
         self._entered: set[int] = set()
         self._alike, self._before = False, False
+
+    def learn(self, told: Sequence[Drawn], *, training: bool = True) -> None:
+        """Take note of what a trial of a step has seen, told by all ranks; nothing where its batch runs uncut."""
+        for one in told:
+            self.of_batch.learn(one.places, one.of_batch)
+        self._others_seen |= any(one.others for one in told)
+        if told and training:
+            self.others_in_layers = self._others_seen
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and the number of training and evaluation steps so far; equal on all ranks."""
@@ -238,12 +251,17 @@ class SegmentStreams:
             self._go_to_rows(micro_batch, whole=whole)
             self.draws.enter(0, 0)
         self._enter_known(seed, 0)
-        others = seed if self._apart else self._seed_of(self._state_of(0), 0)
+        self._between = None
+        self._seed_others(seed, 0, 0)
+        self._others = _states_of_others() if self.draws is not None and self.draws.splits else None
+        self._ahead = {segment: self._seed_of(state, segment) for segment in segments}
+
+    def _seed_others(self, seed: int, segment: int, call: int) -> None:
+        """Reseed Python's and NumPy's generators."""
+        others = seed if self._apart else self._seed_of(self._state_of(0), segment, call)
         random.seed(others)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(others & 0xFFFFFFFF)
-        self._others = _states_of_others() if self.draws is not None and self.draws.splits else None
-        self._ahead = {segment: self._seed_of(state, segment) for segment in segments}
 
     def _check_others(self) -> None:
         """Refuse numbers of Python's and NumPy's generators, of which nobody can tell what they are drawn for."""
@@ -276,6 +294,9 @@ class SegmentStreams:
 
     def leave(self, layer: int, call: int = 0) -> None:
         """Enter what is behind a layer, where that has a stream of its own."""
+        if self._between is not None:
+            _set_others(self._between)
+            self._between = None
         if self.draws is not None:
             self.enter(self._now, _BEHIND + layer, call)
 
@@ -283,6 +304,9 @@ class SegmentStreams:
         """Reseed torch's generators with a known seed."""
         if self.of_batch.is_on:
             self.of_batch.enter(seed, segment, call)
+        if segment > 0 and self.others_in_layers and self.draws is None and not self._alike:
+            self._between = self._between or _all_of_others()
+            self._seed_others(seed, segment, call)
         if self._alike:
             self._entered.add(seed)
         torch.default_generator.manual_seed(seed)
@@ -301,9 +325,10 @@ class SegmentStreams:
         return absorb(state, (segment << _CALL_BITS) + call) & _MASK
 
     def position(self) -> tuple[Any, ...]:
-        """States of torch's generators: the CPU's, and the GPU's if there is one; and which draw is next."""
+        """States of torch's generators (CPU, and GPU if there is one), which draw is next, and the others' states."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), cuda, None if self.draws is None else self.draws.position
+        others = (_all_of_others(), self._between) if self.others_in_layers and self.draws is None else None
+        return torch.get_rng_state(), cuda, None if self.draws is None else self.draws.position, others
 
     def drawn_since(self, position: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The present position, if anything was drawn since another one; else ``None``."""
@@ -318,6 +343,9 @@ class SegmentStreams:
             torch.cuda.set_rng_state(position[1], self._device)
         if self.draws is not None:
             self.draws.position = position[2]
+        if position[3] is not None:
+            others, self._between = position[3]
+            _set_others(others)
 
 
 def state_digest() -> int:
@@ -341,11 +369,21 @@ def _states_of_others() -> tuple[Any, Any]:
     return random.getstate(), (int(found[1][0]), *found[2:])
 
 
+def _all_of_others() -> dict[str, Any]:
+    """States of Python's and NumPy's generators."""
+    numpy = {"numpy": sys.modules["numpy"].random.get_state()} if "numpy" in sys.modules else {}
+    return {"python": random.getstate(), **numpy}
+
+
+def _set_others(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
 def current_rng_state(device: torch.device) -> dict[str, Any]:
     """States of Python's, NumPy's (if it is imported) and torch's global generators."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+    state = {**_all_of_others(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -353,9 +391,7 @@ def current_rng_state(device: torch.device) -> dict[str, Any]:
 
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore the states that :func:`collect_rng_state` returned."""
-    random.setstate(state["python"])
+    _set_others(state)
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -48,6 +48,7 @@ class Drawn(NamedTuple):
     apart: str
     of_batch: frozenset[Draw]
     places: frozenset[Place]
+    others: bool
 
 
 class SameDraws:
@@ -61,6 +62,7 @@ class SameDraws:
     Attributes:
         narrow: whether anything was computed in a type narrower than float64.
         any: whether anything was drawn.
+        others: whether anything was drawn from Python's or NumPy's generator.
         apart: what is drawn for every sample and is another number in a part than in the whole; or "".
         of_batch: what is drawn for a batch, the same in a part and in the whole.
     """
@@ -68,7 +70,7 @@ class SameDraws:
     def __init__(
         self, joins: Mapping[int, tuple[int, ...]], is_foreign: Callable[[int], bool] = lambda _: False
     ) -> None:
-        self.narrow, self.apart, self.any = False, "", False
+        self.narrow, self.apart, self.any, self.others = False, "", False, False
         self._is_foreign = is_foreign
         self._own: dict[tuple[int, int], list[Tensor]] = {}
         self._others: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -82,7 +84,7 @@ class SameDraws:
 
     def told(self) -> Drawn:
         """What other ranks are to hear of."""
-        return Drawn(self.narrow, self.apart, frozenset(self.of_batch), frozenset(self._places))
+        return Drawn(self.narrow, self.apart, frozenset(self.of_batch), frozenset(self._places), self.others)
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
@@ -106,7 +108,8 @@ class SameDraws:
                 yield
         finally:  # a stage ends its run by raising
             others = begun, _others()
-            self.any |= others[0] != others[1]
+            self.others |= others[0] != others[1]
+            self.any |= self.others
             self._compare(index, call, own, others)
 
     def _compare(self, index: int, call: int, own: list[tuple[str, Tensor]], others: tuple[Any, Any]) -> None:

@@ -33,7 +33,7 @@ class SegmentHooks:
             for index, layer in enumerate(layers)
         ]
         self._handles.append(layers[-1].register_forward_hook(functools.partial(self._enter, 1 + self._layers)))
-        for index, layer in enumerate(layers[:-1] if streams.draws is not None else ()):
+        for index, layer in enumerate(layers[:-1]):
             self._handles.append(layer.register_forward_hook(functools.partial(self._leave, index)))
 
     def begin(self, micro_batch: int) -> None:

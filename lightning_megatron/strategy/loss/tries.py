@@ -290,8 +290,7 @@ class LossTrials:
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
-        for one in told if cut else ():
-            self._streams.of_batch.learn(one.draws.places, one.draws.of_batch)
+        self._streams.learn([one.draws for one in told] if cut else [])
         self._unsure = any(one.unsure for one in told)
         if due:  # replicas may have unlike numbers of micro-batches
             few = min(one.joins for one in told) == 1

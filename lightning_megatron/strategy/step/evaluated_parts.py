@@ -178,8 +178,7 @@ class EvaluatedParts:
             told = [each for some in objects.gather(told, context.mesh.group(axis)) for each in some]
         written = next((writes for writes, *_ in told if writes), "")
         drawn = next((draws.apart for *_, draws in told if draws.apart), "")
-        for *_, draws in told:
-            context.streams.of_batch.learn(draws.places, draws.of_batch)
+        context.streams.learn([draws for *_, draws in told], training=False)
         for key, place in zip(kinds, traces.tables(list(kinds)), strict=True):
             known.written.learn(key, kinds[key], place, run.turn(key, context.layers))
         run.tell()
