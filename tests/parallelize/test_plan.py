@@ -280,6 +280,27 @@ def test_auxiliary_losses_over_tokens_are_refused_under_sequence_shards(kept, na
         explain(RoutedStack(kept), 2, sequence_parallel=True)
 
 
+@pytest.mark.parametrize("how", [float, torch.Tensor.detach, "hook"])
+def test_numbers_that_layers_keep_of_all_tokens_are_refused_under_sequence_shards(how):
+    class Measured(Routed):
+        def forward(self, x):
+            y = super().forward(x)
+            self.balance, self.length, self.scale = None, x.shape[1], 0.5
+            if how != "hook":
+                self.size = how(y.abs().mean())
+            return y
+
+    model = RoutedStack(True)
+    model.layers = nn.ModuleList([Measured(True) for _ in range(2)])
+    if how == "hook":
+        explain(model, 2, sequence_parallel=True)
+        for layer in model.layers:
+            layer.register_forward_hook(lambda module, _, y: setattr(module, "size", float(y.norm())))
+    explain(model, 2)
+    with pytest.raises(ValueError, match=r"'layers.0' mixes tokens.*its `size`.*computed over all tokens"):
+        explain(model, 2, sequence_parallel=True)
+
+
 @pytest.mark.parametrize(("kept", "named"), [(True, "its `balance`"), (False, "output 1")])
 def test_auxiliary_losses_that_agree_by_chance_are_refused_as_well(kept, named):
     model = RoutedStack(kept)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_megatron.parallelize.reading.replay import Prepare, Replay
 from lightning_megatron.parallelize.trial.training import TOLERANCE
 
+_WIDE = torch.float64
 _OF_NUMBERS = 1e-2  # a balance near its minimum hardly differs, and one that depends on no token is the same bits
 
 
@@ -34,7 +35,7 @@ class AuxiliaryValues:
         self._kept: dict[str, Tensor] = {}
 
     def note(self) -> None:
-        """Run all tokens once, for the tensors with a gradient that this leaves in attributes of the layer.
+        """Run all tokens once, for the tensors and numbers that this leaves in attributes of the layer.
 
         Raises:
             Exception: any exception of the user's code.
@@ -43,7 +44,7 @@ class AuxiliaryValues:
         with torch.enable_grad():
             copied, _ = self.replay.run(lambda copied: before.update(_attributes(copied)))
         after = _attributes(copied)
-        self._kept = {name: x.detach() for name, x in after.items() if x.requires_grad and x is not before.get(name)}
+        self._kept = {name: x.detach() for name, x in after.items() if x is not before.get(name)}
 
     def over_all_tokens(self, cut: Any, run: tuple[nn.Module, Any], recorded: Any, inside: Prepare) -> str:
         """The first value that depends on tokens which are cut away; empty if none does.
@@ -122,10 +123,12 @@ def _outputs(got: Any, want: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors in plain attributes of a module and its submodules, by dotted name."""
+    """Tensors and fractions in plain attributes of a module and its submodules, by dotted name."""
     found: dict[str, Tensor] = {}
     for name, part in module.named_modules():
-        found |= {f"{name}.{key}".lstrip("."): x for key, x in vars(part).items() if isinstance(x, Tensor)}
+        for key, x in vars(part).items():
+            if isinstance(x, (Tensor, float)):
+                found[f"{name}.{key}".lstrip(".")] = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else _WIDE)
     return found
 
 
