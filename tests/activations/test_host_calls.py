@@ -25,6 +25,7 @@ from lightning_megatron.strategy.activations.token_rows import NotTokenwise
 from tests.activations import layers as kinds
 
 BATCH, TOKENS, LAYERS = 3, 19, 4
+TALKING = "talking", {"tokens": 0.4}  # scores that a linear of heads mixes are not followed by products of its own
 TOKENWISE = {
     "block": kinds.Block,
     "dropout": functools.partial(kinds.Block, 0.3, 0.2),
@@ -119,8 +120,18 @@ def test_tokens_may_lie_in_front_of_the_batch():
     same(train(model, {"tokens": 0.4}), train(model, None), exactly=False)
 
 
-@pytest.mark.parametrize("name", TOKENWISE)
-@pytest.mark.parametrize("offload", ["all", {"tokens": 0.4}], ids=str)
+def test_heads_that_talk_are_refused_where_gradients_of_weights_are_put_off():
+    model = built(kinds.Talking)
+    keep_on_host(model, None, "auto", host_request({"tokens": 0.4}), HostLink())
+    with WeightGradients(model.layers).installed(), pytest.raises(NotTokenwise, match="`matmul` reads other tokens"):
+        model(words())
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [(name, offload) for name in TOKENWISE for offload in ("all", {"tokens": 0.4}) if (name, offload) != TALKING],
+    ids=str,
+)
 def test_gradients_of_weights_may_be_put_off(name, offload):
     """As schedules do that split the backward, here in every second step."""
     model = built(TOKENWISE[name])

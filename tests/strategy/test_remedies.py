@@ -23,6 +23,8 @@ CASES = [  # the module, its layout, words of the message, then what they advise
     (written.KeepsLater, STAGES, "from the first step on (a zero will do)", written.KeepsZero, {}, False),
     (written.KeepsLater, STAGES, "from the first step on", written.KeepsAlways, {}, True),
     (written.Reentrant, STAGES, "pass `use_reentrant=False`", written.NotReentrant, {}, False),
+    (written.SharedCheckpoint, STAGES, "one checkpoint per layer", written.NotReentrant, {}, True),
+    (written.SharedCheckpoint, STAGES, "`activation_recompute=", written.Task, {"activation_recompute": "full"}, True),
     (
         written.GradientOfInput,
         STAGES,

@@ -69,10 +69,7 @@ class BatchDraws(TorchFunctionMode):
 
     def __init__(self, device: torch.device, seed: Callable[[int, int, int], int]) -> None:
         super().__init__()
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._seed = seed
+        self._device, self._seed = device, seed
         self.is_on = False
         self._shapes: dict[Place, set[Shape]] = {}
         self._segment, self._number = (0, 0), 0
@@ -138,6 +135,11 @@ class BatchDraws(TorchFunctionMode):
             return output
         self._go_to(before)
         return func(*args, **given)
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        cuda = self._device.type == "cuda"
+        return [torch.default_generator, *([torch.cuda.default_generators[self._device.index or 0]] if cuda else [])]
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]

@@ -90,7 +90,7 @@ class SegmentStreams:
         self._seed = seed
         self._steps = {True: 0, False: 0}
         self.step_state = _START
-        self.of_batch = BatchDraws(device, lambda *place: absorb(self._state_of(0), *place) & _MASK)
+        self.of_batch = BatchDraws(device, self._seed_for_batch)
         self._entered: set[int] = set()
         self._alike, self._before = False, False
 
@@ -319,6 +319,9 @@ class SegmentStreams:
 
     def _state_of(self, micro_batch: int) -> int:
         return absorb(self.step_state, 0 if self._alike or self.draws is not None else micro_batch)
+
+    def _seed_for_batch(self, *place: int) -> int:
+        return absorb(self._state_of(0), *place) & _MASK
 
     @staticmethod
     def _seed_of(state: int, segment: int, call: int = 0) -> int:

@@ -90,9 +90,10 @@ class CallFollower:
         inside: name of the layer or part that computes now; ``""`` for none.
         groups: runs several pieces of code that call the model, each over a wire of its own; ``None`` for one.
         computes_parts: never: each call is asked about.
+        recomputes: whether the step is one of training.
     """
 
-    computes_parts = False
+    computes_parts = recomputes = False
     wire: Wire
 
     def __init__(self, module: nn.Module, presence: Presence, effects: SideEffects, device: torch.device) -> None:

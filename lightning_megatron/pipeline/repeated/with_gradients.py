@@ -52,6 +52,7 @@ class TrainingFollower(CallFollower):
         streams: what the step draws from.
     """
 
+    recomputes = True
     computing = 0
     waits: Callable[[], None] | None = None
     streams: SegmentStreams | OneStream

@@ -74,6 +74,8 @@ class Boundary:
         forms: what calls have returned so far, without the numbers; ``None`` where nobody has told.
         span: where the tensors are of a whole batch, to be cut when it is seen how: the samples of this micro-batch.
         dims: place -> dimension along which its tensor was cut; none where all samples share it.
+        given: later layer -> index among its flattened call arguments -> the tensor it was given for a stand-in, and is
+            given again if user code recomputes it.
     """
 
     leaves: tuple[Leaf, ...] = ()
@@ -83,7 +85,16 @@ class Boundary:
     forms: Forms | None = None
     span: Span | None = None
     dims: dict[int, int] = field(default_factory=dict)
+    given: dict[int, dict[int, Any]] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
+
+    def note_given(self, layer: int, before: list[Any], after: list[Any]) -> list[Any]:
+        """Note which of a layer's flattened call arguments were replaced. Returns ``after``."""
+        pairs = enumerate(zip(before, after, strict=True))
+        replaced = {at: new for at, (old, new) in pairs if new is not old}
+        if replaced:
+            self.given[layer] = replaced
+        return after
 
     def cut(self, place: int, like: Any) -> None:
         """Leave, of the tensor at ``place``, which is of a whole batch, the samples of this micro-batch.

@@ -26,6 +26,7 @@ from lightning_megatron.pipeline.elsewhere.containers import users_hook
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
 from lightning_megatron.pipeline.forwards.entry import Entry
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
+from lightning_megatron.pipeline.forwards.users_checkpoints import check_checkpoint
 
 
 class Follower(Protocol):
@@ -33,9 +34,11 @@ class Follower(Protocol):
 
     Attributes:
         computes_parts: whether parts before the layers are called as in one process now.
+        recomputes: whether the step is one of training, or a trial of one, and user code may recompute calls of it.
     """
 
     computes_parts: bool
+    recomputes: bool
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of trunk layer ``index``."""
@@ -146,6 +149,8 @@ class LayerCall(HookedCall):
 
     def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`HookedCall`."""
+        if self.cursor.recomputes and not in_backward():
+            check_checkpoint(self.index, self.sentinel.name)
         return self.cursor.call_layer(self.index, self, args, kwargs)
 
     def main_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class StageCursor:
         self._crossed = Crossed()
         self.stand_ins = StandIns(side_effects.device)
         self.tokens: SplitsTokens | None = None
-        self.running = False
+        self.running = self.recomputes = False
         self.passes: AnswersLayers | None = None  # asked about layers instead, while a step runs its own backwards
         self.tells_always = False  # with each boundary, what calls have returned, and not only for new shapes
         self.computes_parts = True  # those before the layers are called as in one process, and nobody needs to know
@@ -111,8 +111,8 @@ class StageCursor:
             called: how many layers have been called before.
         """
         self.first, self.stop = bounds
-        self._starts, self._trunk_only = self.first == 0 and received.span is None, trunk_only
-        self.where, self.training, self._watch = where, trains(where), watch
+        self._starts, self._trunk_only, self._watch = self.first == 0 and received.span is None, trunk_only, watch
+        self.where, self.training, self.recomputes = where, trains(where), where.startswith("training_step")
         self.side_effects.begin(bounds, where, micro_batch, received, watch is not None)
         self.stand_ins.begin(received, watch)
         self.computes_parts = self._starts and not self.side_effects.looks and not self.tells_always
@@ -340,7 +340,8 @@ class StageCursor:
         if index == self.first:
             self._insert_received(leaves)
         else:
-            leaves = crossed.fill([crossed.original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            given = crossed.fill([crossed.original(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            leaves = self.received.note_given(index, leaves, given)
         new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
         return same_nests(args, new_args), same_nests(kwargs, new_kwargs)
 
@@ -384,11 +385,14 @@ class StageCursor:
         return self.tokens.joined(self._arrived(place), described)
 
     def _recompute(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index == self.first and self.received.leaves:
+        given = self.received.given.get(index, {})
+        if index == self.first:
+            arrived = enumerate(self.received.leaves)
+            given = {leaf.index: self.received_at(place) for place, leaf in arrived if leaf.index >= 0}
+        if given:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            for place, leaf in enumerate(self.received.leaves):
-                if leaf.index >= 0:
-                    leaves[leaf.index] = self.received_at(place)
+            for at, tensor in given.items():
+                leaves[at] = tensor
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         if self.tokens is not None:
             args, kwargs = self.tokens.enter(call.module, args, kwargs)
