@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.draws.same_draws import SameDraws
+from lightning_megatron.pipeline.forwards.compiled import CompiledCall, has_compiled, is_given_compiled
 from tests.harness import RankInfo, run_trainers
 from tests.parity.train import make_trainer
 from tests.strategy.test_phases import VOCABULARY, Net
@@ -192,3 +193,12 @@ def test_draws_for_a_batch_are_told_from_those_for_samples() -> None:
                 torch.randn(3)
             torch.multinomial(torch.ones(9), size)
     assert [(function, shape) for (_, function, _), shape in draws.of_batch] == [("rand", ())]
+
+
+def test_layers_that_an_earlier_run_compiled_are_not_taken_for_the_users_own() -> None:
+    module = Once()
+    assert not has_compiled(module)
+    CompiledCall(module.layers[0], lambda layer, *args: layer(*args)).install()
+    assert has_compiled(module) and not is_given_compiled(module)
+    module.layers[1].compile(backend="eager")
+    assert is_given_compiled(module)

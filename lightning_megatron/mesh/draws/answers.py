@@ -67,6 +67,10 @@ def _inside(function: Any, place: int, name: str) -> Answer:
     return answer
 
 
+RUN_CODE: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""Functions of torch's in which code of others may run again."""
+
+
 def _seeing(function: Any) -> Answer:
     """Functions that run code of others: backwards, in which layers are computed again."""
     body = body_of(function)
@@ -82,8 +86,6 @@ ALL_ANSWERS: dict[Any, Answer] = {
     **ANSWERS,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _inside(F.multi_head_attention_forward, 10, "dropout_p"),
-    Tensor.backward: _seeing(Tensor.backward),
-    torch.autograd.backward: _seeing(torch.autograd.backward),
-    torch.autograd.grad: _seeing(torch.autograd.grad),
+    **{function: _seeing(function) for function in RUN_CODE},
 }
 """What :class:`~.mode.LayoutDraws` answers."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatron.mesh.draws.answers import body_of
+from lightning_megatron.mesh.draws.answers import RUN_CODE, body_of
 from lightning_megatron.mesh.draws.functions import ANSWERS
 from lightning_megatron.mesh.draws.mode import line_that_draws
 
@@ -34,8 +34,7 @@ Place = tuple[str, str, Shape | None]
 Draw = tuple[Place, Shape]
 """Place, and the shape of what it gives."""
 _UNSEEN = frozenset[Shape]([()])  # a number, drawn where no trial has drawn, is one for the batch
-_RUN_CODE: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-_BACKWARDS = {func: body_of(func) for func in _RUN_CODE}
+_BACKWARDS = {func: body_of(func) for func in RUN_CODE}
 
 
 class SeenDraws(TorchFunctionMode):

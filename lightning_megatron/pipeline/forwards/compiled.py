@@ -75,14 +75,15 @@ class CompiledCall(Wrapper):
         return self._run(self.module, *args, **kwargs)
 
 
+def is_given_compiled(module: nn.Module) -> bool:
+    """Whether anything in a module is compiled by its user, before layers are: an earlier run may have left its own."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())
+
+
 def has_compiled(module: nn.Module) -> bool:
-    """Whether anything in a module is compiled, by its user or by the option ``compile_layers``."""
-    return any(
-        hasattr(part, "_orig_mod")
-        or part._compiled_call_impl is not None
-        or ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None
-        for part in module.modules()
-    )
+    """Whether anything in a module is compiled in this run, by its user or by the option ``compile_layers``."""
+    compiled = (ForwardStack.of(part).get(ForwardSlot.COMPILE) is not None for part in module.modules())
+    return is_given_compiled(module) or any(compiled)
 
 
 def compile_layers(here: LayersHere, options: CompileOptions) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.mesh.layout import Layout
-from lightning_megatron.pipeline.forwards.compiled import has_compiled
+from lightning_megatron.pipeline.forwards.compiled import is_given_compiled
 from lightning_megatron.strategy.activations.host_request import host_request
 from lightning_megatron.strategy.activations.mlp_pieces import check_chunks
 
@@ -66,7 +66,7 @@ def check_module_with(given: str, module: pl.LightningModule, *, by_hand: str, c
         refuse_with(given, "a module whose own `configure_model` has split it; leave that to the strategy")
     if not module.automatic_optimization:
         refuse_with(given, f"`automatic_optimization=False`: {by_hand}")
-    if has_compiled(module):
+    if is_given_compiled(module):
         refuse_with(given, f"`torch.compile`: {compiled}")
 
 
@@ -112,7 +112,7 @@ def check_draws_run(random_streams: str, module: pl.LightningModule, layout: Lay
     """
     if random_streams == "torch":
         return
-    if has_compiled(module):
+    if is_given_compiled(module):
         refuse_with(_GIVEN, "`torch.compile`: what compiled code draws cannot be seen")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         refuse_with(_GIVEN, "`torch.jit`: what scripted code draws cannot be seen")
@@ -182,7 +182,7 @@ def check_activations_run(value: Any, precision: str, module: pl.LightningModule
     given = f"activation_offload={value!r}"
     if splits_itself(module):
         refuse_with(given, "a module whose own `configure_model` has split it; leave that to the strategy")
-    if has_compiled(module):
+    if is_given_compiled(module):
         refuse_with(given, "`torch.compile`: compiled code decides by itself what it keeps for the backward")
     if precision == "fp8-mixed":
         refuse_with(given, "`precision='fp8-mixed'`, with which it has not been tried")
