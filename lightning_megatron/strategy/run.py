@@ -213,7 +213,8 @@ class Run:
             call = self._whole_hooks.in_step("training_step", call)
         call = self.assembled.in_step(call)
         gradients = self.engine.model_gradients
-        with self._processes.naming_failures(), self._precision.train_step_context(), gradients.training_step():
+        around = self._precision.train_step_context()
+        with self._processes.naming_failures(), self.engine.around_step(), around, gradients.training_step():
             self._step = self.engine.step(batch)
             with self._replicas, self._differentiating, self._late.explaining():
                 output = self._step.forward(call, batch, self._window)

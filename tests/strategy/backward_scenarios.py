@@ -26,6 +26,12 @@ def by_norm(gradient: Tensor) -> Tensor:
     return gradient / (1 + 50 * gradient.norm())
 
 
+def by_constant(gradient: Tensor) -> Tensor:
+    """Multiplies by a constant of the dtype that tensors have there; its rounding, enlarged, is what shows."""
+    third = torch.full((HIDDEN,), 1 / 3)
+    return gradient * (1 + 1e6 * (third.double() - 1 / 3))
+
+
 class Normed(Function):
     """Mixes samples in its backward only."""
 
@@ -56,6 +62,20 @@ class Reversed(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """As domain-adversarial training does."""
         return -0.3 * gradients[0]
+
+
+class Scaled(Function):
+    """Multiplies its gradient by a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Nothing."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """See :func:`by_constant`."""
+        return by_constant(gradients[0])
 
 
 class Hooked(Block):
@@ -89,6 +109,10 @@ class Net(nn.Module):
             x = layer(x)
             if self.kind == "between" and self.training:
                 x.register_hook(lambda gradient: 1.3 * gradient)
+            if self.kind == "constants":
+                x = Scaled.apply(x)  # type: ignore[no-untyped-call]
+                if self.training:
+                    x.register_hook(by_constant)
         self.steps += self.training
         if self.training:
             x = self._behind(x)
@@ -127,7 +151,7 @@ class Backwards(TokenTask):
     """Trains on losses that are means over samples, but for one."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(Net(kind.removeprefix("weights_")))
+        super().__init__(Net(kind.removeprefix("weights_").removesuffix("_twice")))
         self.kind = kind
 
     def on_fit_start(self) -> None:
@@ -141,7 +165,7 @@ class Backwards(TokenTask):
         if self.kind == "negatives":
             rows = functional.normalize(self.net(batch[0]).mean(1), dim=-1)
             return functional.cross_entropy(3 * rows @ rows.T, torch.arange(len(rows)))
-        if self.kind == "twice":
+        if self.kind in ("twice", "constants_twice"):
             once, again = self.net(batch[0]), self.net(batch[0])
             return functional.cross_entropy((once + 1.1 * again).flatten(0, 1), batch[1].flatten())
         loss = super().training_step(batch, batch_idx)
@@ -188,6 +212,8 @@ KINDS = (
     "twice",
     "weights_reversal",
     "weights_hook",
+    "constants",
+    "constants_twice",
 )
 
 

@@ -32,8 +32,11 @@ QUICK |= {
     ("stages", "weights_reversal"),
     ("tensor_alone", "logits"),
     ("alone", "weights_hook"),
+    ("stages", "constants"),
+    ("alone", "constants_twice"),
+    ("zb-v", "constants"),
 }
-APART = ("reversal", "weights_reversal", "clamp", "between", "logits")
+APART = ("reversal", "weights_reversal", "clamp", "between", "logits", "constants", "constants_twice")
 WHOLE = "each batch runs whole"
 
 
@@ -55,7 +58,7 @@ def test_backwards_are_those_of_one_process(layout: str, kind: str) -> None:
         seen = outcome.value if outcome is outcomes[0] else _python_of(outcome.value)
         found = list(differences("", seen, wanted, 1e-9))
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
-    if layout in ("stages", "alone") and kind != "twice":
+    if layout in ("stages", "alone") and not kind.endswith("twice"):
         assert (WHOLE in outcomes[0].output) == (kind not in APART)
 
 

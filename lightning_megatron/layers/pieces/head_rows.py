@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.layers.whole import NeedsWhole, SplitDim
 from lightning_megatron.mesh.autograd import version_of
+from lightning_megatron.mesh.precisions import Casting, cast_as, casting_of
 
 AUTO_BYTES = 64 * 2**20
 """Size of a piece's logits in float32, for ``loss_chunks="auto"``."""
@@ -63,21 +63,6 @@ class _Values:
 
 VALUES = _Values()
 
-Casting = tuple[str, bool, torch.dtype]
-
-
-def casting_of(device: torch.device) -> Casting:
-    """Autocast's state: type of device, whether it is on, and its dtype."""
-    kind = device.type
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-@contextmanager
-def _cast_as(casting: Casting) -> Iterator[None]:
-    kind, enabled, dtype = casting
-    with torch.autocast(kind, dtype=dtype, enabled=enabled):
-        yield
-
 
 @dataclass(frozen=True)
 class DelayedCall:
@@ -97,7 +82,7 @@ class DelayedCall:
 
     def __call__(self, values: Tensor) -> Tensor:
         args, kwargs = tree_map(lambda v: values if v is VALUES else v, (self.args, dict(self.kwargs)))
-        with _cast_as(self.casting):
+        with cast_as(self.casting):
             found: Tensor = self.func(*args, **kwargs)
         return found
 
@@ -138,7 +123,7 @@ class HeadRows(SplitDim):
                     f"a tensor of shape {tuple(tensor.shape)} was changed in place after logits had been asked of it, "
                     "and before `loss_chunks` computed them: change a clone, or leave `loss_chunks` out."
                 )
-        with _cast_as(self.casting):
+        with cast_as(self.casting):
             found = self.multiply(rows)
         for step in self.steps:
             found = step(found)
@@ -150,7 +135,7 @@ class HeadRows(SplitDim):
         Raises:
             NeedsWhole: its result is not one row of classes per token on the same device.
         """
-        step = DelayedCall(func, args, kwargs, casting_of(torch.device(self.casting[0])))
+        step = DelayedCall(func, args, kwargs, casting_of(self.casting[0]))
         used = tuple((v, version_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         return replace(self, steps=(*self.steps, step), used=(*self.used, *used), shown=[0])
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megatron.layers.pieces.head_rows import HeadRows, Pieces, casting_of
+from lightning_megatron.layers.pieces.head_rows import HeadRows, Pieces
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.layers.whole.gathered_views import ShownFirst
 from lightning_megatron.mesh.autograd import version_of
+from lightning_megatron.mesh.precisions import casting_of
 from lightning_megatron.mesh.torch_functions import METADATA, is_in_place, name_of
 
 
@@ -57,7 +58,7 @@ class LazyLogits(ShownFirst, WholeTensor):
         head = HeadRows(
             *(None, classes, multiply),  # type: ignore[arg-type]
             used=tuple((value, version_of(value)) for value in (own, *parameters)),
-            casting=casting_of(rows.device),
+            casting=casting_of(rows.device.type),
             differentiable=grad,
             pieces=pieces,
         )

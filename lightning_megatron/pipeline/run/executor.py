@@ -264,7 +264,7 @@ class PipelineExecutor:
         else:
             roots, grads = self._roots.pop(place), self._output_grads.pop(place)
             if roots:
-                torch.autograd.backward(roots, grads)
+                self.step.differentiate(roots, grads)
         self.stage.end()
         self._hand_back(slot, run)
 
@@ -279,7 +279,8 @@ class PipelineExecutor:
         """Keep the gradients of what a forward received for the piece before."""
         if slot.virtual == 0:
             if self._around is not None:
-                self._around.take(slot.micro_batch, run.received)
+                with self.step.backwards():
+                    self._around.take(slot.micro_batch, run.received)
             return
         place, found = slot.place, run.received.gradients()
         if slot.onward is not None:
@@ -290,7 +291,7 @@ class PipelineExecutor:
     def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
         loss = trained_loss_of(output)
         scale = torch.full_like(loss, self.step.loss_scales[micro_batch], requires_grad=False)
-        torch.autograd.backward(loss, scale)
+        self.step.differentiate([loss], [scale])
 
     def _backward_input(self, slot: Slot) -> None:
         queue: list[Factors] = []
@@ -299,7 +300,8 @@ class PipelineExecutor:
         self._factors[slot.place] = queue
 
     def _backward_weight(self, slot: Slot) -> None:
-        add_up(self._factors.pop(slot.place))
+        with self.step.backwards():
+            add_up(self._factors.pop(slot.place))
 
     def _key(self, slot: Slot, virtual: int) -> Any:
         signature = self._signatures.get(slot.micro_batch)

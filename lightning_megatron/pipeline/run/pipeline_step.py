@@ -7,9 +7,11 @@ The executor knows neither Lightning nor how a module is cut: the user's step co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatron.pipeline.run.around import WholeBatch
@@ -73,6 +75,7 @@ class PipelineStep:
         outputs: filled on the stage that computes the loss: the step's return value per micro-batch, detached.
         whole: where only the layers run in micro-batches: what runs once on the whole batch. There is one loss then,
             and one output.
+        backwards: contexts in which autograd runs.
     """
 
     schedule: Schedule
@@ -84,11 +87,17 @@ class PipelineStep:
     goes_on: Callable[[], bool] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     whole: WholeBatch | None = None
+    backwards: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def training(self) -> bool:
         """Whether backwards run."""
         return bool(self.loss_scales)
+
+    def differentiate(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+        """Let autograd run back from tensors, or edges of its graph, with the gradients of each."""
+        with self.backwards():
+            torch.autograd.backward(roots, gradients)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -177,7 +177,8 @@ class Repeats:
         if self._last:
             refuse_away(output, "what `training_step` returned")
         if output is not None or step.goes_on is None:
-            follower.backward(trained_loss_of(output), step.loss_scales[index])
+            with step.backwards():
+                follower.backward(trained_loss_of(output), step.loss_scales[index])
             step.outputs[index] = map_tensors(output, torch.detach)
 
     @staticmethod

@@ -41,7 +41,7 @@ from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps in which it is tried
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
-_NARROW = 1e-2
+_NARROW = 2e-2
 _SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
 
 
@@ -109,14 +109,13 @@ class GradientTrial:
             pieces: two, and both at once; or one.
             scales: factors of their losses.
         """
-        context, found = self._context, list[dict[str, Tensor]]()
-        stages = context.stages
+        context, stages, found = self._context, self._context.stages, list[dict[str, Tensor]]()
         call = context.experts.ending(call) if context.mesh.layout.pipeline == 1 else call
 
         def step(piece: Any, _: int) -> Any:
             return self._step(call, piece, len(found))
 
-        schedule = context.schedule(1, forward_only=False)
+        schedule, backwards = context.schedule(1, forward_only=False), context.precision.backward
         running = stages.running(pieces[-1], 1, training=False)
         with context.streams.trial(), context.gradients.without_hooks() as sink, running as executor:
             sizes = [batch_size_of(piece) for piece in pieces]
@@ -124,9 +123,10 @@ class GradientTrial:
             for piece, rows, scale in zip(pieces, dealt, scales, strict=True):
                 context.streams.use_rows([rows])
                 sink.begin(fresh=True, reduce=False)
-                executor.run(PipelineStep(schedule, step, [piece], TRIAL_WITH_BACKWARD, [scale], sink))
-                named = self._parameters.items()
-                found.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+                trial = PipelineStep(schedule, step, [piece], TRIAL_WITH_BACKWARD, [scale], sink, backwards=backwards)
+                executor.run(trial)
+                graded = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+                found.append({name: grad.detach().clone() for name, grad in graded.items()})
                 self._undo_backward()
             sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL_WITH_BACKWARD)

@@ -183,6 +183,10 @@ class StepEngine:
             raise RuntimeError("nothing was recorded; pass `MegatronStrategy(record_timeline=True)`.")
         return self._stages.timeline()
 
+    def around_step(self) -> AbstractContextManager[None]:
+        """Around a training step, outside of the context of its precision."""
+        return self._context.precision.step()
+
     def balanced(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The user's step, with the balancing losses that the run adds to its own."""
         added = self._in_parts.cuts.mixing.added

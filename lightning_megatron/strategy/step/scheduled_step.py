@@ -169,9 +169,10 @@ class ScheduledStep:
                 batches = self._batches if told or chunks > 1 or len(parts) > 1 else None
                 recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches, self._weights)
                 run = self.cuts.mixing.counts.in_parts(recorded) if training and len(parts) > 1 else recorded
-                step = PipelineStep(schedule, run, parts, name, scales, self._gradients.sink, asks)
+                sink, backwards = self._gradients.sink, self._context.precision.backward
+                step = PipelineStep(schedule, run, parts, name, scales, sink, asks, backwards=backwards)
             if cut.turns is not None:
-                passes = partial(train, turns=cut.turns, asides=[recorder.elsewhere])
+                passes = partial(train, turns=cut.turns, asides=[recorder.elsewhere, self._context.precision.elsewhere])
             self._appended.snapshot()
             self._batches.begin(batch)
             with self._stages.running(batch, len(step.micro_batches), training=training) as executor:
@@ -211,7 +212,8 @@ class ScheduledStep:
             weights=self._weights,
         )
         whole = WholeBatch(batch, calls.before, calls.behind)
-        return PipelineStep(schedule, calls.layers, cut.layers, name, scales, self._gradients.sink, whole=whole)
+        sink, backwards = self._gradients.sink, self._context.precision.backward
+        return PipelineStep(schedule, calls.layers, cut.layers, name, scales, sink, whole=whole, backwards=backwards)
 
     def _merge(self, step: PipelineStep, batch: Any, parts: list[Any], recorder: LogRecorder, cut: Cut) -> Outcome:
         """The outcome of the whole batch, over all replicas; on the stage that computes the loss."""

@@ -15,6 +15,7 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.experts.exchange.taking_part import StepCalls
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.precisions import StepPrecision
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
@@ -113,6 +114,7 @@ class StepContext:
         experts: calls of those that replicas share out.
         layers: names of the trunk's layers.
         schedules: by number of micro-batches, and whether only forwards run.
+        precision: around the steps, in which their backwards run.
     """
 
     module: pl.LightningModule
@@ -127,6 +129,7 @@ class StepContext:
     experts: StepCalls
     layers: Sequence[str] = ()
     schedules: dict[tuple[int, bool], Schedule] = field(default_factory=dict)
+    precision: StepPrecision = field(default_factory=StepPrecision)
 
     def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         """The lowered schedule of a step of so many micro-batches."""

@@ -1,0 +1,108 @@
+"""The precision that code runs in: torch's default dtype, and autocast.
+
+Lightning sets it around the user's step and runs the backward outside of it. A schedule starts its backwards in the
+middle of that step; what hooks and custom autograd functions compute there must not depend on it::
+
+    one process   [ training_step ]  backward      "64-true": torch.tensor(0.1) in a hook is of float32
+    a schedule    [ training_step, ]backward[ , training_step, ]backward[ ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+Casting = tuple[str, bool, torch.dtype]
+
+
+def casting_of(kind: str) -> Casting:
+    """Autocast's state for a type of device: that type, whether autocast is on, and its dtype."""
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+@contextmanager
+def cast_as(casting: Casting) -> Iterator[None]:
+    """With autocast in that state."""
+    kind, enabled, dtype = casting
+    with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        yield
+
+
+@dataclass(frozen=True)
+class RunningPrecision:
+    """A precision.
+
+    Attributes:
+        dtype: of floating-point tensors that are made without naming one.
+        castings: autocast's state, by type of device.
+    """
+
+    dtype: torch.dtype
+    castings: tuple[Casting, ...]
+
+    @staticmethod
+    def now() -> RunningPrecision:
+        """That in which this thread runs."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return RunningPrecision(torch.get_default_dtype(), tuple(casting_of(kind) for kind in kinds))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """On this thread; the default dtype is that of all threads."""
+        now = RunningPrecision.now()
+        if now == self:
+            yield
+            return
+        with ExitStack() as stack:
+            for casting, present in zip(self.castings, now.castings, strict=True):
+                if casting[1] != present[1] or (casting[1] and casting != present):
+                    stack.enter_context(cast_as(casting))
+            stack.callback(torch.set_default_dtype, now.dtype)
+            torch.set_default_dtype(self.dtype)
+            yield
+
+
+class StepPrecision:
+    """The precision around the user's training steps, in which their backwards run, and that inside of them."""
+
+    def __init__(self) -> None:
+        self._around: RunningPrecision | None = None
+        self._inside: RunningPrecision | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step, outside of the context of its precision."""
+        self._around = RunningPrecision.now()
+        try:
+            yield
+        finally:
+            self._around = None
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward in the middle of a step; changes nothing outside of steps."""
+        if self._around is None:
+            yield
+            return
+        before, self._inside = self._inside, RunningPrecision.now()
+        try:
+            with self._around.entered():
+                yield
+        finally:
+            self._inside = before
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Around what other code does in the middle of such a backward."""
+        inside, self._inside = self._inside, None
+        try:
+            if inside is None:
+                yield
+            else:
+                with inside.entered():
+                    yield
+        finally:
+            self._inside = inside
