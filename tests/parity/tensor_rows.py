@@ -22,6 +22,7 @@ from tests.harness.links import linked
 from tests.harness.remember import remembered
 from tests.parallelize.models import ARCHITECTURES, FLOAT32_NORMS, FURTHER, Encoder, NanoGPT, enlarged, hugging_face
 from tests.parity.compare import compare
+from tests.parity.covering import covering_rows
 from tests.parity.custom_functions import custom_loss
 from tests.parity.row import CLIPS, STEPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
@@ -311,13 +312,14 @@ def options() -> list[TensorRow]:
     recompute = ("'full'", "'selective'", "{'every': 2}", "['*.mlp']")
     compiled = ("compiled", "compiled_wrapped", "compiled_recomputed", "compiled_inductor")
     schedules = ("gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+    other_orders = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")  # gpipe and zb-h2 call the same pieces
     custom = [TensorRow("custom", 4), TensorRow("custom", 2, 2), TensorRow("custom", 2, 1, 2, sequence=True)]
     return [
         *custom,
         TensorRow("table"),
         TensorRow("table", 2, 2),
         *(TensorRow(name, sequence=sequence) for name in compiled for sequence in (False, True)),
-        *(TensorRow("compiled_wrapped", stages=2, schedule=name) for name in ("1f1b", *schedules)),
+        *(TensorRow("compiled_wrapped", stages=2, schedule=name) for name in other_orders),
         TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}"),
         *(TensorRow("gpt", stages=2, schedule=name, sequence=bool(i % 2)) for i, name in enumerate(schedules)),
         *(
@@ -328,11 +330,17 @@ def options() -> list[TensorRow]:
 
 
 def everything() -> Iterator[TensorRow]:
-    """Every layout over the main modules; every other architecture twice."""
+    """Each main module in any two of (tensor size, stages, replicas, sequence shards); every other architecture twice.
+
+    All 16 layouts occur, each with as many modules as any other: module n shows the covering rows with those values
+    exchanged that are ones in n as a binary number. What is left out is a module in three or four such values together.
+    """
     settings = itertools.cycle(itertools.product(CLIPS, (1, 2)))
-    layouts = list(itertools.product((2, 4), (1, 2), (1, 2), (False, True)))
-    for module, layout in itertools.product(WIDELY, layouts):
-        yield _row(module, layout, next(settings))
+    columns = ((2, 4), (1, 2), (1, 2), (False, True))
+    for turn, module in enumerate(WIDELY):
+        turned = [column[::-1] if turn >> at & 1 else column for at, column in enumerate(columns)]
+        rows = {layout: _row(module, layout, next(settings)) for layout in itertools.product(*columns)}
+        yield from (rows[layout] for layout in covering_rows(turned, 2))
     rest = [name for name in PRETRAINED if not {name, f"{name}+"} & set(WIDELY)]
     for index, name in enumerate(rest):
         if name not in ONE_STAGE:
@@ -340,6 +348,6 @@ def everything() -> Iterator[TensorRow]:
         yield _row(f"{name}+", (4 if index % 2 else 2, 1, 1 + index % 2, name not in ONE_STAGE), next(settings))
 
 
-def _row(module: str, layout: tuple[int, int, int, bool], setting: tuple[str, int]) -> TensorRow:
+def _row(module: str, layout: tuple[Any, ...], setting: tuple[str, int]) -> TensorRow:
     tensor, stages, replicas, sequence = layout
     return TensorRow(module, tensor, stages, replicas, sequence, *setting)

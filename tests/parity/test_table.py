@@ -8,7 +8,18 @@ import pytest
 
 from tests.parity.compare import check
 from tests.parity.row import Row
-from tests.parity.table import FACTORS, covering, everyday, everything
+from tests.parity.table import (
+    CONTEXT_LAYOUTS,
+    FACTORS,
+    FURTHER_SCHEDULES,
+    MAIN_LAYOUTS,
+    SCHEDULES,
+    TENSOR_LAYOUTS,
+    covering,
+    everyday,
+    everything,
+)
+from tests.parity.zoo.registry import ZOO
 
 
 def test_the_covering_subset_meets_every_pair_of_values() -> None:
@@ -16,6 +27,13 @@ def test_the_covering_subset_meets_every_pair_of_values() -> None:
     for (one, values), (other, others) in itertools.combinations(enumerate(FACTORS), 2):
         for value, another in itertools.product(values, others):
             assert any(setting[one] == value and setting[other] == another for setting in settings)
+
+
+def test_the_exhaustive_table_meets_each_module_in_each_layout_and_under_each_schedule() -> None:
+    rows = set(everything())
+    layouts, schedules = {(row.module, row.layout) for row in rows}, {(row.module, row.schedule) for row in rows}
+    assert layouts >= set(itertools.product(ZOO, (*MAIN_LAYOUTS, *TENSOR_LAYOUTS, *CONTEXT_LAYOUTS)))
+    assert schedules >= set(itertools.product(ZOO, (*SCHEDULES, *FURTHER_SCHEDULES)))
 
 
 @pytest.mark.parametrize("row", everyday(), ids=str)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.parity.tensor_rows import TensorRow, check_row, everyday, everything, options
+from tests.parity.tensor_rows import WIDELY, TensorRow, check_row, everyday, everything, options
+
+
+def test_main_modules_meet_any_two_settings_of_a_layout() -> None:
+    rows = set(everything())
+    for at, other in itertools.combinations(("tensor", "stages", "replicas", "sequence"), 2):
+        met = {(row.module, getattr(row, at), getattr(row, other)) for row in rows}
+        columns = ((2, 4) if at == "tensor" else (1, 2), (False, True) if other == "sequence" else (1, 2))
+        assert met >= set(itertools.product(WIDELY, *columns))
 
 
 @pytest.mark.parametrize("row", everyday(), ids=str)
