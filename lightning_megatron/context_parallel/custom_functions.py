@@ -45,7 +45,7 @@ class CustomFunctions:
         self._replaced.take_back()
 
     def _apply(self, cls: type[Function], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if not any(isinstance(value, TokenShards) for value in tree_leaves(args)) or not is_users(cls):
+        if not is_users(cls) or not any(isinstance(value, TokenShards) for value in tree_leaves(args)):
             return call(*args)
         shards = [value for value in args if isinstance(value, TokenShards)]
         if shards and _is_cut_alike(args, shards):

@@ -11,6 +11,7 @@ State outside of the module is not copied: a list or a cache of a Python module,
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -25,6 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 _NOT_OWNED = ("_trainer", "_fabric")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _DATA = (DataLoader, Dataset)
+_FLAGS = frozenset((bool, int, float, str, type(None)))
+_TABLES = (dict, OrderedDict)
 _PLAIN = (bool, int, float, str, bytes, type(None), type, Tensor, nn.Module)
 
 
@@ -97,10 +100,15 @@ def _tensors(parts: Iterable[nn.Module]) -> dict[int, Any]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies: dict[int, Any] = {}
     for part in parts:
-        for leaf in tree_leaves(list(vars(part).values())):
+        for leaf in tree_leaves([value for value in vars(part).values() if _may_hold(value)]):
             if isinstance(leaf, Tensor) and id(leaf) not in copies and (twin := _tensor(leaf, storages)) is not None:
                 copies[id(leaf)] = twin
     return copies
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether tensors may be in an attribute; in most there are none: flags, and tables of hooks that are empty."""
+    return type(value) not in _FLAGS and (type(value) not in _TABLES or bool(value))
 
 
 def _tensor(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor | None:

@@ -95,6 +95,7 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
     of the same object, and the user's functions.
     """
     seen: set[types.CodeType] = set()
+    tables = [getattr(owner, "__dict__", {}), *(vars(kind) for kind in type(owner).__mro__)]
     waiting = [getattr(owner, hook)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
@@ -107,9 +108,10 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
         for name in names_in(code):
             if name in names:
                 return True
-            attribute = inspect.getattr_static(owner, name, None)
-            if isinstance(attribute, types.FunctionType):
-                waiting.append(attribute)
+            if any(name in table for table in tables):
+                attribute = inspect.getattr_static(owner, name, None)
+                if isinstance(attribute, types.FunctionType):
+                    waiting.append(attribute)
             named = getattr(function, "__globals__", {}).get(name)
             if isinstance(named, types.FunctionType) and _is_foreign(named):
                 waiting.append(named)

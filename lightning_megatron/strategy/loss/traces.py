@@ -35,6 +35,8 @@ from lightning_megatron.strategy.loss.tables import (
     wrap_iterators,
 )
 
+_IMMUTABLE = frozenset((*NUMBERS, type(None)))
+
 Changes = dict[Name, tuple[Any, Any]]
 """Value before and after."""
 
@@ -91,6 +93,8 @@ class Traces:
                 if key not in kept.values and (entries or key in NOT_USERS):
                     continue  # what a list has grown by is for the list's own table
                 value, now = kept.values.get(key, (MISSING,))[0], kept.table[key]
+                if now is value and type(now) in _IMMUTABLE:
+                    continue  # most attributes
                 if not self._counts(key, value, now) or source_of((value, now)) is not None:
                     continue  # no number, or one that another stage judges
                 before, after = kept.earlier(key), as_it_is(now)
