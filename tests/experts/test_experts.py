@@ -30,7 +30,6 @@ ROWS: list[Any] = [
     ("strange_sequences", 2, {}, {}),
     ("strange_sure", 2, {"micro_batch_size": 4}, {}),
     ("strange_filled", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 1}, {}),
-    ("balanced_Mixtral", 4, PIPE, {}),
     ("drop_in", 2, TWO, {}),
     ("encoded", 4, PIPE, {}),
     ("words", 4, {**TWO, **SPREAD}, {"accumulate_grad_batches": 2}),

@@ -21,7 +21,7 @@ ROWS: list[Any] = [
     ("attending_selected", 2, T2E2, {}),
     ("attending_sorted", 2, SHARDS, {}),
     ("attending_pushed", 4, {"tensor_parallel_size": 2, "expert_parallel_size": 4}, {}),
-    ("balanced_Mixtral", 4, {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
+    ("attending_loop", 4, {**PIPE, **SHARDS, "pipeline_schedule": "zb-v"}, {}),
     *(
         pytest.param(*row, marks=WIDE)
         for row in (
@@ -48,7 +48,7 @@ ROWS: list[Any] = [
                 ("attending_selected", 4, {**PIPE, "pipeline_schedule": name}, {"accumulate_grad_batches": 1 + n % 2})
                 for n, name in enumerate(("1f1b", "interleaved", "zb-h1", "zb-v"))
             ),
-            ("attending_loop", 4, {**PIPE, **SHARDS, "pipeline_schedule": "zb-v"}, {}),
+            ("balanced_Mixtral", 4, {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
             ("Qwen3Moe", 4, {**PIPE, **SHARDS}, {}),
             ("DeepseekV3", 4, {**T2E2, "expert_parallel_size": 4}, {}),
             ("GptOss", 4, {**PIPE, "pipeline_schedule": "zb-h1", "activation_recompute": "full"}, {}),

@@ -56,7 +56,6 @@ def check(name: str, layout: str) -> None:
         *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring", "disabled")),
         *((name, "pp2") for name in ("dropped", "sampling", "dropped_sampling")),
         *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "summed", "renormed")),
-        ("two_views", "pp4"),
     ],
 )
 def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str) -> None:

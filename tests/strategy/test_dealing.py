@@ -21,7 +21,8 @@ def _read(kind: str, replicas: int, load: str | None = None, save: str | None = 
 
 
 @pytest.mark.parametrize(
-    "kind", ["rows", "stream", "packed streams", pytest.param("stream in a worker", marks=pytest.mark.wide)]
+    "kind",
+    ["rows", "packed streams", *(pytest.param(f"stream{how}", marks=pytest.mark.wide) for how in ("", " in a worker"))],
 )
 def test_every_step_reads_the_same_samples_at_one_two_and_four_replicas_and_after_a_resume(
     kind: str, tmp_path: Path

@@ -47,7 +47,7 @@ def in_step(entries: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
     return {e: n for e, n in entries.items() if e[0] in ("step", "optimizer") and (e[1] != "broadcast" or e[4] == 512)}
 
 
-@pytest.mark.parametrize("sharding", [True, {"shard": 8}])
+@pytest.mark.parametrize("sharding", [pytest.param(True, marks=pytest.mark.wide), {"shard": 8}])
 def test_replicas_send_no_message_per_parameter_or_rank(sharding: Any) -> None:
     counts = set()
     for layers, world in ((4, 16), (8, 16), (4, 1024)):
