@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import Accuracy, CatMetric, MaxMetric, MeanMetric, Metric, SumMetric
+from torchmetrics import (
+    Accuracy,
+    AveragePrecision,
+    CatMetric,
+    F1Score,
+    KendallRankCorrCoef,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MetricCollection,
+    SumMetric,
+)
 from torchmetrics.aggregation import RunningMean
 
 from lightning_megatron import MegatronStrategy
@@ -134,7 +145,64 @@ class ToldOfTargets(Told):
     weighs = True
 
 
-KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized, Told, ToldOfTargets)}
+class Scored(Net):
+    """Logs scores of batches that are no means, by object and by value; metrics see a mean over targets. The last batch
+    is smaller.
+    """
+
+    batch = 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macro = F1Score(task="multiclass", num_classes=CLASSES, average="macro")
+        self.scores = MetricCollection({"curve": AveragePrecision(task="binary"), "rank": KendallRankCorrCoef()})
+        self.none = RunningMean(3)  # has no value that a step could log
+        self.steps: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        scores = self.head(self.layers(x))
+        loss = F.cross_entropy(scores, y, ignore_index=0)
+        self.macro(scores, y)
+        self.log("macro", self.macro, on_step=True, on_epoch=True)
+        self.log(
+            "curve", self.scores["curve"](scores[:, 0].sigmoid(), y % 2), reduce_fx="sum", on_step=True, on_epoch=True
+        )
+        self.log("rank", self.scores["rank"](scores[:, 0], y.double()))
+        self.log("none", self.none)
+        self.log("called", self.mean(loss.detach()))
+        self.total.update(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append({name: float(value) for name, value in self.trainer.logged_metrics.items()})
+
+    def on_train_epoch_end(self) -> None:
+        self.found = [float(each.compute()) for each in (self.total, self.mean)]
+
+    def on_train_end(self) -> None:
+        self.found += [value for step in self.steps for _, value in sorted(step.items())]
+        self.found += [float(self.trainer.callback_metrics[name]) for name in ("macro_epoch", "curve_epoch")]
+
+
+class OfTokens(Net):
+    """A metric keeps numbers of tokens, which context ranks share out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = KendallRankCorrCoef()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers(x[:, None] * torch.arange(1.0, 7.0)[:, None])
+        self.rank.update(hidden.mean(-1).flatten(), y.repeat_interleave(6).double())
+        return F.cross_entropy(self.head(hidden.mean(1)), y)
+
+    def on_train_epoch_end(self) -> None:
+        self.found = [float(self.rank.compute())]
+
+
+KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens)}
 
 
 class Lines(logging.Handler):
@@ -193,6 +261,12 @@ PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
         pytest.param("Net", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("OfBatches", 2, {**PP, "pipeline_schedule": "zb-v"}, marks=WIDE),
         pytest.param("Net", 2, {}, marks=WIDE),
+        ("Scored", 2, {}),
+        ("Scored", 4, PP),
+        pytest.param("Scored", 2, {"micro_batch_size": 2}, marks=WIDE),
+        ("OfTokens", 2, {"context_parallel_size": 2}),
+        pytest.param("OfTokens", 4, {"context_parallel_size": 2}, marks=WIDE),
+        pytest.param("Scored", 2, PP, marks=WIDE),
     ],
 )
 def test_metrics_of_a_step_are_those_of_one_process(name: str, devices: int, options: Any) -> None:
@@ -213,13 +287,13 @@ def test_replicas_say_that_a_metric_is_told_their_own_numbers() -> None:
     ("metric", "parts", "whole", "mixed", "own"),
     [
         (SumMetric(), (1.0, 2.0), 3.0, False, False),
-        (SumMetric(), (1.0, 2.0), 1.5, False, True),  # each replica would add one
+        (SumMetric(), (1.0, 2.0), 1.5, False, False),  # each replica adds its share
         (SumMetric(), (1.0, 2.0), 1.2, True, True),
         (MaxMetric(), (1.0, 2.0), 2.0, False, False),
         (MaxMetric(), (1.0, 2.0), 1.5, True, True),
         (MeanMetric(), (1.0, 2.0), 1.5, False, False),
         (MeanMetric(), (1.0, 2.0), 2.0, True, True),
-        (MeanMetric(), (1.0, 2.0), 1.25, False, True),  # weighed by targets, of which replicas have unlike numbers
+        (MeanMetric(), (1.0, 2.0), 1.25, False, False),  # weighed by targets
         (CatMetric(), ([1.0], [2.0]), [1.0, 2.0], False, False),
         (CatMetric(), (1.0, 2.0), 1.5, True, True),
         (RunningMean(2), (1.0, 2.0), 1.5, True, False),
@@ -240,7 +314,9 @@ def test_a_state_is_mixed_where_parts_do_not_bring_what_the_whole_brings(
     assert bool(states.mixed({2: (0, 1)}, lambda _: weights, cut=True)) is mixed
     assert bool(states.mixed({2: (0, 1)}, lambda _: weights, cut=False)) is own
     told = states.told({2: (0, 1)}, lambda _: weights)
-    assert list(told.values()) == {1.5: [("sizes",)], 1.25: [("targets",)]}.get(whole if told else 0.0, [])
+    assert [ways for _, ways in told.values()] == {1.5: [("sizes",)], 1.25: [("targets",)]}.get(
+        whole if told else 0.0, []
+    )
 
 
 @pytest.mark.parametrize(("metric", "value"), [(MeanMetric(), 2.5), (SumMetric(), 2.5)])
@@ -248,6 +324,8 @@ def test_shares_of_micro_batches_are_those_of_the_batch(metric: Any, value: floa
     calls = MetricCalls({}, {id(metric): "sizes"})
     of_parts = calls.shares([torch.zeros(3, 2), torch.zeros(1, 2)])
     assert of_parts == [{id(metric): 0.75}, {id(metric): 0.25}] and calls.shares([torch.zeros(4, 2)]) == [{}]
+    over_replicas = MetricCalls({}, {id(metric): "sizes"}, total=lambda counts: [count + 4.0 for count in counts])
+    assert over_replicas.shares([torch.zeros(4, 2)]) == [{id(metric): 0.5}]
     for shares, number in zip(of_parts, (2.0, 4.0), strict=True):
         calls.begin_micro_batch(shares)
         calls.update(metric, metric.update, (number,), {})

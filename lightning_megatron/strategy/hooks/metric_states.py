@@ -55,28 +55,28 @@ class MetricStates:
             cut: whether micro-batches update one metric, and not replicas each its own.
         """
         told = self.told(joins, weights)
-        means = {name for name, metric in self._metrics.items() if metric in told and (cut or _averages(metric, told))}
         for runs in self._runs(joins).values():
             for name in self._before:
-                if name[0] not in means and not self._fits(name, runs, cut=cut):
+                if name[0] not in told and not self._fits(name, runs, cut=cut):
                     return name
         return None
 
-    def told(self, joins: Joins, weights: Callable[[int], Weights]) -> dict[Metric, tuple[Any, ...]]:
-        """Means and sums that are told a number of the batch: in which ways its parts may weigh in it.
+    def told(self, joins: Joins, weights: Callable[[int], Weights]) -> dict[str, tuple[Metric, tuple[Any, ...]]]:
+        """Means and sums that are told a number of the batch, by name: in which ways its parts may weigh in it.
 
         Args:
             joins: see :meth:`mixed`.
             weights: likewise.
         """
-        found: dict[Metric, tuple[Any, ...]] = {}
+        found: dict[str, tuple[Metric, tuple[Any, ...]]] = {}
         for name, metric in self._metrics.items():
-            if type(metric).update not in (MeanMetric.update, SumMetric.update):
+            wrapped = name.rpartition(".")[0] in self._metrics
+            if wrapped or type(metric).update not in (MeanMetric.update, SumMetric.update):
                 continue
             each = [self._ways(name, runs, weights(both)) for both, runs in self._runs(joins).items()]
             ways = tuple(way for way in each[0] if all(way in others for others in each)) if each else ()
             if ways:
-                found[metric] = ways
+                found[name] = metric, ways
         return found
 
     def _ways(self, name: str, runs: Sequence[States], weights: Weights) -> tuple[Any, ...]:
@@ -127,13 +127,6 @@ class MetricStates:
             extreme = torch.amax if reduction is dim_zero_max else torch.amin
             return _is_close(extreme(torch.stack(list(parts)), 0), whole)
         return True
-
-
-def _averages(metric: Metric, told: Mapping[Metric, tuple[Any, ...]]) -> bool:
-    """Whether a metric that every replica tells a number of its own batch gives that of all, as replicas have as many
-    samples.
-    """
-    return isinstance(metric, MeanMetric) and "sizes" in told[metric]
 
 
 def _copy(value: Any) -> Any:

@@ -187,11 +187,12 @@ def combine(how: Any, values: Tensor, weights: Tensor) -> Tensor:
     """One value for those of several micro-batches or replicas.
 
     Args:
-        how: ``mean`` (weighted), a key of :data:`OPERATIONS`, or a
-            :class:`Mean`.
+        how: ``mean`` (weighted), ``same`` (of all samples already), a key of :data:`OPERATIONS`, or a :class:`Mean`.
         values: ``[n]``.
         weights: ``[n]``.
     """
+    if how == "same":
+        return values[0]
     if how == "mean" or isinstance(how, Mean):
         if values.numel() == 1:
             return values[0]

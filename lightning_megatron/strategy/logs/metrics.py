@@ -11,9 +11,11 @@ micro-batches also updates a copy of the metric that sees this batch alone, and 
     metric        f1(...) ──▶ value 0  ...           whatever the step computes with it
     copy          update ─────▶ update ────▶ update ──▶ compute ──▶ logged once
 
-A mean or a sum that is told a number of the batch (``self.mean.update(loss)``) is told one by each micro-batch: it
-takes of each the share that the micro-batch has in the number of the batch. Which metrics are told such, trials find
-out (:mod:`~lightning_megatron.strategy.hooks.metric_states`)::
+Where there are replicas, such a copy counts also in a step of one micro-batch, and computes from the states of all.
+
+A mean or a sum that is told a number of the batch (``self.mean.update(loss)``) is told one by each micro-batch of
+each replica: it takes of each the share that the micro-batch has in the number of the whole batch. Which metrics are
+told such, trials find out (:mod:`~lightning_megatron.strategy.hooks.metric_states`)::
 
     one process   value += loss               weight += 1
     micro-batch   value += share · its loss   weight += share           the shares of a batch add up to 1
@@ -35,12 +37,15 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
 from lightning_megatron.mesh.replaced import Replacements
 
+Gather = Callable[..., list[Tensor]]
+"""``dist_sync_fn`` of a metric: a state of this rank -> those of all ranks."""
 Shares = Mapping[int, float]
 """Identities of metrics -> share of a micro-batch in the number of its batch that they are told."""
 
@@ -57,8 +62,18 @@ class BatchValue:
     metric: Metric
     part: str | None = None
 
-    def compute(self) -> Any:
-        """The value of the batch, over the samples of this replica."""
+    def compute(self, gather: Gather | None = None) -> Any:
+        """The value of the batch.
+
+        Args:
+            gather: over the replicas, for the value of all of their samples, which is collective; ``None``: of those
+                of this replica.
+        """
+        if self.metric.sync_on_compute is not (gather is not None):
+            for part in self.metric.modules():
+                if isinstance(part, Metric):
+                    part.sync_on_compute = part._to_sync = gather is not None
+                    part._computed, part.dist_sync_fn = None, gather
         value = self.metric.compute()
         return value if self.part is None else value[self.part]
 
@@ -71,10 +86,22 @@ class MetricCalls:
             from step to step.
         told: identities of metrics that are told numbers of the batch -> how micro-batches weigh in those: "sizes"
             (samples), or what counts their targets.
+        gather: over the replicas, which have batches of their own; ``None`` for one.
+        total: sums numbers of this rank over the replicas; ``None`` where they do not share the step.
+
+    Attributes:
+        gather: as given.
     """
 
-    def __init__(self, copies: dict[tuple[int, int], Metric], told: Mapping[int, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        copies: dict[tuple[int, int], Metric],
+        told: Mapping[int, Any] = MappingProxyType({}),
+        gather: Gather | None = None,
+        total: Callable[[list[float]], list[float]] | None = None,
+    ) -> None:
         self._copies, self._told, self._shares = copies, told, cast("Shares", {})
+        self.gather, self._total = gather, total
         self._counts: Counter[int] = Counter()
         self._started: set[tuple[int, int]] = set()
         self._latest: dict[int, BatchValue] = {}
@@ -86,17 +113,20 @@ class MetricCalls:
         self._shares = shares
 
     def shares(self, parts: Sequence[Any]) -> list[Shares]:
-        """Those of each micro-batch.
+        """Those of each micro-batch; collective over the replicas.
 
         Args:
             parts: the micro-batches.
         """
-        ways = set(self._told.values()) if len(parts) > 1 else ()
-        counts = {way: [float(batch_size_of(part) if way == "sizes" else way(part)) for part in parts] for way in ways}
+        if not self._told or (len(parts) == 1 and self._total is None):
+            return [{} for _ in parts]
+        ways = list(dict.fromkeys(self._told.values()))
+        counts = [[float(batch_size_of(part) if way == "sizes" else way(part)) for part in parts] for way in ways]
+        sums = [sum(each) for each in counts]
+        totals = dict(zip(ways, sums if self._total is None else self._total(sums), strict=True))
+        each_way = dict(zip(ways, counts, strict=True))
         return [
-            {metric: counts[way][place] / sum(counts[way]) for metric, way in self._told.items() if sum(counts[way])}
-            if counts
-            else {}
+            {metric: each_way[way][place] / totals[way] for metric, way in self._told.items() if totals[way]}
             for place in range(len(parts))
         ]
 
@@ -131,8 +161,8 @@ class MetricCalls:
 
     def behind(self, value: Any) -> BatchValue | None:
         """Where the value of the batch comes from, if ``value`` is a metric, or what a metric's call returned."""
-        if isinstance(value, Metric):
-            return self._latest.get(id(value))
+        if isinstance(value, Metric):  # without a value of its own in one process, Lightning logs nothing of a step
+            return None if value._forward_cache is None else self._latest.get(id(value))
         found = self._values.get(id(value))
         return found[1] if found is not None and found[0] is value else None
 
@@ -146,10 +176,15 @@ class MetricCalls:
 
 
 def _without_exchange(metric: Metric) -> Metric:
-    """A copy of ``metric`` that computes from its own states only, without exchange and without hooks."""
+    """A copy of ``metric`` that computes from its own states only, without exchange and without hooks; it shares the
+    networks that are in it.
+    """
     kept = [value for part in metric.modules() for value in tensors_of(list(vars(part).values()))]
-    results = {id(value): value.detach().clone() for value in kept if value.grad_fn is not None}  # of its latest call
-    copied = copy.deepcopy(metric, dict(results))
+    known: dict[int, Any] = {id(value): value.detach().clone() for value in kept if value.grad_fn is not None}
+    for part in metric.modules():
+        if not any(isinstance(inside, Metric) for inside in part.modules()) and not isinstance(part, nn.ModuleList):
+            known[id(part)] = part
+    copied = copy.deepcopy(metric, known)
     for part in copied.modules():
         if isinstance(part, Metric):
             part.sync_on_compute = part._to_sync = False
@@ -206,7 +241,7 @@ def _no_calls() -> None:
 
 
 class RunningStep(Protocol):
-    """The step that is running on this rank, if one is; :class:`~.step_logs.Recording` is one."""
+    """The step that is running on this rank, if one is; ``Recording`` of :mod:`..step.step_context` is one."""
 
     @property
     def recorder(self) -> Any:
@@ -216,14 +251,20 @@ class RunningStep(Protocol):
         """Follows the calls of metrics in a step of several micro-batches."""
 
 
-class _GatherOverReplicas:
-    """``dist_sync_fn`` of a metric, which is copied and pickled with it."""
+class GatherOverReplicas:
+    """``dist_sync_fn`` of a metric, which is copied and pickled with it; states of shown parts become whole.
+
+    Args:
+        group: the replicas.
+    """
 
     def __init__(self, group: Any) -> None:
         self._replicas = HeldGroup(group)
 
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return gather_all_tensors(tensor, self._replicas.group)
+        whole = tensor.full() if isinstance(tensor, WholeTensor) else tensor
+        alone = self._replicas.group is not None and self._replicas.group.size() == 1
+        return [whole] if alone else gather_all_tensors(whole, self._replicas.group)
 
 
 class MetricRouter:
@@ -238,7 +279,7 @@ class MetricRouter:
     def __init__(self, mesh: ParallelMesh, device: torch.device, running: RunningStep) -> None:
         self._device = device
         self._pipeline_group = mesh.group("pipeline_parallel")
-        self._gather = _GatherOverReplicas(mesh.group("data_parallel"))
+        self._gather = GatherOverReplicas(mesh.group("data_parallel"))
         self._alone = mesh.layout.pipeline == 1
         self._loss_rank = mesh.loss_rank
         self._has_loss = mesh.rank == mesh.loss_rank

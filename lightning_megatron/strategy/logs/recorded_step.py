@@ -12,10 +12,11 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.combining import counts_for
 from lightning_megatron.strategy.logs.metrics import Shares
-from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.logs.weight_writes import WrittenInRuns
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.traces import LastStageWrites
+from lightning_megatron.strategy.step.step_context import Recording
 
 
 class Recorded:
@@ -40,8 +41,7 @@ class Recorded:
         self._once = cut.once
         self._once.begin(parts, cut.weights)
         self._counts = [counts_for(cut.logs, part) for part in parts]
-        calls = recorder.metric_calls
-        self._shares: Sequence[Shares] = [{}] * len(parts) if calls is None else calls.shares(parts)
+        self._shares = shares_of(recorder, parts)
 
     def __call__(self, part: Any, index: int) -> Any:
         turn = self._chunks - self._left[index]
@@ -67,6 +67,16 @@ class Recorded:
         found: list[Tensor] = []
         map_tensors(self._parts, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
         return self._chunks == 1 and sum(each is tensor for each in found) == 1
+
+
+def shares_of(recorder: LogRecorder, parts: Sequence[Any]) -> list[Shares]:
+    """See :meth:`.MetricCalls.shares`.
+
+    Args:
+        recorder: of the step.
+        parts: its micro-batches.
+    """
+    return [{} for _ in parts] if recorder.metric_calls is None else recorder.metric_calls.shares(parts)
 
 
 class RecordedAround:
@@ -117,7 +127,7 @@ class RecordedAround:
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""
         self._once.put_back(0)
-        self._recorder.begin_micro_batch(self._weight)
+        self._recorder.begin_micro_batch(self._weight, shares=shares_of(self._recorder, [batch])[0])
         return self._whole(batch, last=True)
 
     def _whole(self, batch: Any, *, last: bool) -> Any:

@@ -62,7 +62,7 @@ class LogRouting(Replacement):
         self._by_hand = mesh.layout.pipeline > 1 and not module.automatic_optimization  # hooks run within a step
         is_divided = mesh.layout.pipeline * mesh.layout.tensor > 1
         self._metrics: MetricRouter | None = None
-        if is_divided or cuts_batches or mesh.layout.context > 1:
+        if is_divided or cuts_batches or mesh.layout.context * mesh.layout.data > 1:
             self._metrics = MetricRouter(mesh, device, engine.recording)
             self._metrics.attach(module)
         self._of_updates: HookLogs | None = None

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.strategy.logs.combining import Logged, Mean, Narrowed, combine, line_of_user
+from lightning_megatron.strategy.logs.combining import Logged, Mean, combine, line_of_user
 from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls, Shares
 
 _EMPTY = inspect.Parameter.empty
@@ -93,12 +93,12 @@ class _Recorded:
     batch_size: int | None = None
     batch_sizes: list[int | None] = field(default_factory=list)
 
-    def whole(self) -> Any:
+    def whole(self, gather: Any) -> Any:
         """The value that a metric has for the whole batch, if one metric stands behind every micro-batch's value."""
         first = self.sources[0] if self.sources else None
         if first is None or any(source != first for source in self.sources):
             return None
-        value = first.compute()
+        value = first.compute(gather)
         return value if isinstance(value, Tensor) and value.numel() == 1 else None
 
     @property
@@ -287,13 +287,15 @@ class LogRecorder:
             joined: key and how often it was logged before -> value and batch size, of those that are known.
         """
         own = self._collected(self._own, device, {}) if self._own else None
-        return replace(self._collected(self._records, device, joined), own=own)
+        gather = None if self.metric_calls is None else self.metric_calls.gather
+        return replace(self._collected(self._records, device, joined, gather), own=own)
 
     def _collected(
         self,
         records: Mapping[tuple[str, int], _Recorded],
         device: torch.device,
         joined: Mapping[tuple[str, int], tuple[Any, Any]],
+        gather: Any = None,
     ) -> StepLogs:
         keys: list[LogKey] = []
         rows = torch.zeros(len(records), 3, dtype=torch.float64, device=device)
@@ -304,8 +306,9 @@ class LogRecorder:
                 row[2] = -1.0 if size is None else float(size)
                 keys.append(record.key)
                 continue
-            how = self._how(record)
-            row[0], row[1] = self._value(record, how, device), sum(_weights(record, how))
+            how, whole = self._how(record), record.whole(gather)
+            row[0] = self._value(record, how, device) if whole is None else self._as_tensor(whole)
+            how, row[1] = how if whole is None or gather is None else "same", sum(_weights(record, how))
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
             keys.append(replace(record.key, how=how))
         return StepLogs(keys, rows)
@@ -316,10 +319,7 @@ class LogRecorder:
         return record.key.how if how is None else how
 
     def _value(self, record: _Recorded, how: Any, device: torch.device | str) -> Tensor:
-        """The value of the whole batch."""
-        whole = record.whole()
-        if whole is not None:
-            return self._as_tensor(whole)
+        """The value of the whole batch, from those of its parts."""
         values = torch.stack([value.to(device) for value in record.values]).to(torch.float64)
         return combine(how, values, torch.tensor(_weights(record, how), dtype=torch.float64, device=device))
 
@@ -336,64 +336,3 @@ def _log_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     options = dict(LOG_SIGNATURE.bind(module, *args, **kwargs).arguments)
     options.pop("self")
     return options.pop("name"), options.pop("value"), options
-
-
-class Recording:
-    """The logs of the step that is running on this rank, if one is.
-
-    Args:
-        module: the user's module.
-        check: see :class:`LogRecorder`.
-        take: likewise.
-
-    Attributes:
-        recorder: takes what the running step logs; ``None`` between steps.
-        hand_on: logs of a step -> Lightning, for steps that have nothing to aggregate; ``None`` outside of a run.
-        constant: keys whose ``batch_size=`` trials have found to be the same for parts of a batch and the whole.
-        told: metrics that are told numbers of a batch (by identity), and how its micro-batches weigh in those.
-    """
-
-    hand_on: TakesLogs | None = None
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        check: Callable[[Any, str], None] | None = None,
-        take: TakesLog | None = None,
-    ) -> None:
-        self._module, self._check, self._take = module, check, take
-        self._metric_copies: dict[tuple[int, int], Metric] = {}
-        self.recorder: LogRecorder | None = None
-        self.constant, self.told = set[str](), Narrowed()
-
-    @contextmanager
-    def step(
-        self, micro_batches: int = 1, within: Mapping[str, Any] = MappingProxyType({}), *, alone: bool = False
-    ) -> Iterator[LogRecorder]:
-        """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`LogRecorder`.
-
-        Args:
-            micro_batches: of the step.
-            within: see :class:`LogRecorder`.
-            alone: whether no other rank or micro-batch has to do with the values.
-        """
-        calls = MetricCalls(self._metric_copies, self.told.chosen) if micro_batches > 1 else None
-        given = self._take, self.hand_on if alone else None, self.constant
-        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, *given)
-        try:
-            yield recorder
-        finally:
-            self.recorder = None
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around a part of the step whose logs another part gives again."""
-        kept, self.recorder = self.recorder, LogRecorder(self._module, None, self._check, take=self._take)
-        try:
-            yield
-        finally:
-            self.recorder = kept
-
-    def metric_calls(self) -> MetricCalls | None:
-        """The running step's calls of metrics, where it has several micro-batches."""
-        return None if self.recorder is None else self.recorder.metric_calls

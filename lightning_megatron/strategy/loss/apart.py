@@ -35,9 +35,10 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
-from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.step.step_context import Recording
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}  # relative, of a loss or logged value
 _NARROW = 2e-3

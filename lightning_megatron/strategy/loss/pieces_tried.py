@@ -21,12 +21,12 @@ from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
-from lightning_megatron.strategy.logs.step_logs import LogRecorder, Recording
+from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import candidates
 from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
-from lightning_megatron.strategy.step.step_context import Stages
+from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
 _PARTS = 5  # most micro-batches that are tried
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
@@ -211,15 +211,15 @@ class Tried:
         """
         return self._turns[name] if name[0] in Parts(layers) else None
 
-    def tell(self, usual: Any = None) -> None:
+    def tell(self, usual: Any = None, over: Over = "") -> None:
         """Tell the recording which metrics are told a number of the batch, in which its micro-batches weigh somehow,
         and which keys are logged with the same ``batch_size=``, however many samples there are.
 
         Args:
             usual: the way to weigh of the loss, which goes before the others.
+            over: see :meth:`.Recording.step`.
         """
-        for metric, ways in self._metrics.told(self._pieces.joins, self._weights).items():
-            self._recording.told.learn(id(metric), ways, usual)
+        self._recording.learn(self._metrics.told(self._pieces.joins, self._weights), usual, over)
         sizes = [recorder.sizes() if recorder is not None else {} for recorder in self.recorders]
         for both, pair in self._pieces.joins.items():
             for name, size in sizes[both].items():

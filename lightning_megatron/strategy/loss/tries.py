@@ -319,7 +319,7 @@ class LossTrials:
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._written.learn(name, kinds[name], place, tried.turn(name, self._layers), usual)
         self.once = OncePerBatch(self._module, [*self._written.slots.values()], tried.traces.plain(self._layers))
-        tried.tell(usual)
+        tried.tell(usual, "training")
         self.turns = turns
         if middle is not None:
             self.exchanged = self.exchanged.joined(middle)

@@ -167,7 +167,7 @@ class StepByHand:
         compares = self._losses.compares and self._has_loss
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
-        with self._recording.step() as recorder, self._streams.step(training=True):
+        with self._recording.step(over="training") as recorder, self._streams.step(training=True):
             deaf = _Deaf(self._module)
             if not self._has_loss:
                 self._recording.recorder = deaf

@@ -28,7 +28,6 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.refusals import check_by_hand
-from lightning_megatron.strategy.logs.step_logs import Recording
 from lightning_megatron.strategy.logs.weight_writes import WeightsArrive
 from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
@@ -38,7 +37,7 @@ from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.plain_step import PlainStep
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
-from lightning_megatron.strategy.step.step_context import Stages, StepContext
+from lightning_megatron.strategy.step.step_context import Recording, Stages, StepContext
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
 
@@ -109,7 +108,7 @@ class StepEngine:
             several_stages = SeveralStages(module, mesh, device, stage, tensor, options, world)
             stages, check, take = several_stages, refuse_away, several_stages.repeats.take_log
         self._stages, self.has_stages = stages, stage is not None
-        self.recording = Recording(module, check, take)
+        self.recording = Recording(module, mesh, device, check, take)
         here = Marks.of(module).get(Calls)
         self._experts = StepCalls(module, here, device, lambda: self.recording.recorder is not None)
         shared = self.model_gradients, self.recording, self.losses, self._experts

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
 from lightning_megatron.strategy.logs.combining import counts_for
+from lightning_megatron.strategy.logs.recorded_step import shares_of
 from lightning_megatron.strategy.loss.cuts import Cuts
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
@@ -56,10 +57,11 @@ class PlainStep:
         compares = self._losses.compares
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
-        recording = self._recording.step(1, cut.logs, alone=self._logs_alone)
+        recording = self._recording.step(1, cut.logs, alone=self._logs_alone, over="training")
         with recording as recorder, _NOTHING if automatic else self._backwards:
-            if cut.logs or self._cuts.weighs:
-                recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch))
+            shares = shares_of(recorder, [batch])[0]
+            if cut.logs or self._cuts.weighs or shares:
+                recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch), shares)
             output = self._experts.ending(call)(batch)
             unseen = self._cuts.trials.tells
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
@@ -117,7 +119,7 @@ class PlainStep:
         compares = self._losses.compares
         if compares:
             self._losses.take_batch(batch, name, self._device)
-        with self._recording.step(alone=self._logs_alone) as recorder:
+        with self._recording.step(alone=self._logs_alone, over="evaluation") as recorder:
             output = self._experts.ending(call)(batch)
             if compares:
                 self._losses.compare(None, name, self._device)

@@ -34,7 +34,7 @@ from lightning_megatron.strategy.loss.traces import LastStageWrites
 from lightning_megatron.strategy.step.drawn_steps import Drawing
 from lightning_megatron.strategy.step.evaluated_parts import EvaluatedParts, RunWhole
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
-from lightning_megatron.strategy.step.step_context import StepContext
+from lightning_megatron.strategy.step.step_context import Over, StepContext
 
 
 class ScheduledStep:
@@ -157,7 +157,9 @@ class ScheduledStep:
             self._losses.take_batch(batch, name, self._device)
         rows = self.drawing.rows(cut.layers or parts, name)
         streams = self._context.streams.step(training=training, name=name, rows=rows) if own else nullcontext()
-        with self._context.recording.step(len(parts), cut.logs) as recorder, streams, self._hooks.found_once():
+        over: Over = "training" if training else "evaluation"
+        recording = self._context.recording.step(len(parts), cut.logs, over=over)
+        with recording as recorder, streams, self._hooks.found_once():
             call = self._context.experts.ending(call) if repeats is None else call
             call = self._stages.looks(asks.hears(call) if asks is not None else call, name)
             if cut.layers:

@@ -2,28 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.experts.exchange.taking_part import StepCalls
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.precisions import StepPrecision
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.strategy.generation.repeats import Repeats
-from lightning_megatron.strategy.logs.step_logs import Recording
+from lightning_megatron.strategy.logs.combining import Narrowed
+from lightning_megatron.strategy.logs.metrics import GatherOverReplicas, MetricCalls
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, TakesLog, TakesLogs
 from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.step import Outcome
+
+Over = Literal["", "training", "evaluation"]
+"""Which steps the replicas run together."""
+
+
+class Recording:
+    """The logs of the step that is running on this rank, if one is.
+
+    Args:
+        module: the user's module.
+        mesh: the grid.
+        device: where tensors live.
+        check: see :class:`.LogRecorder`.
+        take: likewise.
+
+    Attributes:
+        recorder: takes what the running step logs; ``None`` between steps.
+        hand_on: logs of a step -> Lightning, for steps that have nothing to aggregate; ``None`` outside of a run.
+        constant: keys whose ``batch_size=`` trials have found to be the same for parts of a batch and the whole.
+        told: metrics that are told numbers of a batch (by identity), and how its micro-batches weigh in those.
+    """
+
+    hand_on: TakesLogs | None = None
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        mesh: ParallelMesh,
+        device: torch.device,
+        check: Callable[[Any, str], None] | None = None,
+        take: TakesLog | None = None,
+    ) -> None:
+        self._module, self._check, self._take = module, check, take
+        self._metric_copies: dict[tuple[int, int], Metric] = {}
+        self.recorder: LogRecorder | None = None
+        self.constant, self.told = set[str](), Narrowed()
+        self._device = device
+        self._replicas = mesh.group("data_parallel") if mesh.layout.data > 1 else None
+        self._gather = None if self._replicas is None else GatherOverReplicas(self._replicas)
+
+    @contextmanager
+    def step(
+        self,
+        micro_batches: int = 1,
+        within: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        alone: bool = False,
+        over: Over = "",
+    ) -> Iterator[LogRecorder]:
+        """Record ``self.log`` calls while the user's step runs on this many micro-batches; see :class:`.LogRecorder`.
+
+        Args:
+            micro_batches: of the step.
+            within: see :class:`.LogRecorder`.
+            alone: whether no other rank or micro-batch has to do with the values.
+            over: which steps the replicas run together: "training", of which each takes part in all; "evaluation",
+                where they meet if something is logged; "" for none, as in trials.
+        """
+        replicas = self._replicas is not None and bool(over)
+        given = self._gather if replicas else None, self._total if replicas and over == "training" else None
+        several = micro_batches > 1 or replicas
+        calls = MetricCalls(self._metric_copies, self.told.chosen, *given) if several else None
+        said = self._take, self.hand_on if alone else None, self.constant
+        self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, *said)
+        try:
+            yield recorder
+        finally:
+            self.recorder = None
+
+    def learn(self, metrics: Mapping[str, tuple[Metric, tuple[Any, ...]]], usual: Any, over: Over) -> None:
+        """Take note of which metrics are told numbers of a batch. Collective over the replicas where these run the step
+        together, as they may not all see it in their own batches.
+
+        Args:
+            metrics: name -> the metric, and the ways in which micro-batches may weigh in its numbers.
+            usual: the way to weigh of the loss, which goes before the others.
+            over: see :meth:`step`.
+        """
+        mine = {name: ways for name, (_, ways) in metrics.items()}
+        together = self._replicas is not None and over == "training"
+        told = objects.gather(mine, self._replicas) if together else [mine]
+        for name, (metric, ways) in metrics.items():
+            agreed = tuple(way for way in ways if all(way in each.get(name, ()) for each in told))
+            if agreed:
+                self.told.learn(id(metric), agreed, usual)
+
+    def _total(self, numbers: list[float]) -> list[float]:
+        """Sums over the replicas."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        summed: list[float] = raw_all_reduce(mine, cast("Any", self._replicas), keep=False).tolist()
+        return summed
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a part of the step whose logs another part gives again."""
+        kept, self.recorder = self.recorder, LogRecorder(self._module, None, self._check, take=self._take)
+        try:
+            yield
+        finally:
+            self.recorder = kept
+
+    def metric_calls(self) -> MetricCalls | None:
+        """The running step's calls of metrics, where it has several micro-batches."""
+        return None if self.recorder is None else self.recorder.metric_calls
 
 
 class Stages(Protocol):
