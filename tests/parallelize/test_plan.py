@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 from typer.testing import CliRunner
 
 from lightning_megatron import MegatronStrategy
@@ -280,24 +281,33 @@ def test_auxiliary_losses_over_tokens_are_refused_under_sequence_shards(kept, na
         explain(RoutedStack(kept), 2, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("how", [float, torch.Tensor.detach, "hook"])
+@pytest.mark.parametrize("how", [float, torch.Tensor.detach, "hook", "metric", "buffer"])
 def test_numbers_that_layers_keep_of_all_tokens_are_refused_under_sequence_shards(how):
     class Measured(Routed):
         def forward(self, x):
             y = super().forward(x)
             self.balance, self.length, self.scale = None, x.shape[1], 0.5
-            if how != "hook":
+            if how == "metric":
+                self.size.update(y.detach().abs())
+            elif how == "buffer":
+                self.size += y.detach().abs().mean()
+            elif how != "hook":
                 self.size = how(y.abs().mean())
             return y
 
     model = RoutedStack(True)
     model.layers = nn.ModuleList([Measured(True) for _ in range(2)])
+    for layer in model.layers:
+        if how == "metric":
+            layer.size = MeanMetric()
+        elif how == "buffer":
+            layer.register_buffer("size", torch.zeros(()))
     if how == "hook":
         explain(model, 2, sequence_parallel=True)
         for layer in model.layers:
             layer.register_forward_hook(lambda module, _, y: setattr(module, "size", float(y.norm())))
     explain(model, 2)
-    with pytest.raises(ValueError, match=r"'layers.0' mixes tokens.*its `size`.*computed over all tokens"):
+    with pytest.raises(ValueError, match=r"'layers.0' mixes tokens.*its `size.*`.*computed over all tokens"):
         explain(model, 2, sequence_parallel=True)
 
 

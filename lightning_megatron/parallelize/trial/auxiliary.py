@@ -35,16 +35,19 @@ class AuxiliaryValues:
         self._kept: dict[str, Tensor] = {}
 
     def note(self) -> None:
-        """Run all tokens once, for the tensors and numbers that this leaves in attributes of the layer.
+        """Run all tokens once, for the tensors and numbers that this leaves in attributes and buffers of the layer.
 
         Raises:
             Exception: any exception of the user's code.
         """
-        before: dict[str, Tensor] = {}
+        before: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def look(copied: nn.Module) -> None:
+            before.update({name: (x, x.detach().clone()) for name, x in _attributes(copied).items()})
+
         with torch.enable_grad():
-            copied, _ = self.replay.run(lambda copied: before.update(_attributes(copied)))
-        after = _attributes(copied)
-        self._kept = {name: x.detach() for name, x in after.items() if x is not before.get(name)}
+            copied, _ = self.replay.run(look)
+        self._kept = {name: x.detach() for name, x in _attributes(copied).items() if _is_written(x, before.get(name))}
 
     def over_all_tokens(self, cut: Any, run: tuple[nn.Module, Any], recorded: Any, inside: Prepare) -> str:
         """The first value that depends on tokens which are cut away; empty if none does.
@@ -123,13 +126,20 @@ def _outputs(got: Any, want: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors and fractions in plain attributes of a module and its submodules, by dotted name."""
+    """Tensors and fractions in plain attributes and buffers of a module and its submodules, by dotted name."""
     found: dict[str, Tensor] = {}
     for name, part in module.named_modules():
-        for key, x in vars(part).items():
+        for key, x in (*vars(part).items(), *part._buffers.items()):
             if isinstance(x, (Tensor, float)):
                 found[f"{name}.{key}".lstrip(".")] = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else _WIDE)
     return found
+
+
+def _is_written(now: Tensor, before: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether a tensor is another one than before, or was changed in place, as states of torchmetrics objects are."""
+    if before is None or now is not before[0]:
+        return True
+    return now.shape != before[1].shape or not torch.equal(now.detach(), before[1])
 
 
 def _add_noise(module: nn.Module) -> None:
