@@ -13,11 +13,15 @@ from tests.harness import one_process, run_trainers
 CP, PP, TP = (f"{axis}_parallel_size" for axis in ("context", "pipeline", "tensor"))
 LAYOUTS = {"c2": {CP: 2}, "c3": {CP: 3}, "c2 pp2": {CP: 2, PP: 2}, "c2 tp2": {CP: 2, TP: 2}}
 FIRST = (("InPlace", "c2", 7), ("ShownWeights", "c2 tp2", 7), ("TwoStreams", "c2 pp2", 7))
-ROWS = [
-    row if row in FIRST else pytest.param(*row, marks=pytest.mark.wide)
-    for row in itertools.product((*MIXERS, *ENDS), LAYOUTS, (7, 8))
-    if not (row[1] == "c2 tp2" and row[0] in ("OverTokens", "Buckets"))  # whose execution is to be shown to plans
-]
+KINDS = (*MIXERS, *ENDS)
+# Tokens that two ranks share evenly, and not: both over these alone, and over more ranks in turns.
+LENGTHS = {
+    (kind, layout): (7, 8) if layout == "c2" else ((7, 8)[(turn + at) % 2],)
+    for (turn, kind), (at, layout) in itertools.product(enumerate(KINDS), enumerate(LAYOUTS))
+    if not (layout == "c2 tp2" and kind in ("OverTokens", "Buckets"))  # whose execution is to be shown to plans
+}
+REST = [(*place, length) for place, lengths in LENGTHS.items() for length in lengths if (*place, length) not in FIRST]
+ROWS = [*FIRST, *(pytest.param(*row, marks=pytest.mark.wide) for row in REST)]
 
 
 @pytest.mark.parametrize(("kind", "layout", "length"), ROWS)

@@ -117,7 +117,7 @@ def test_frozen_weights_are_spread_too(layout: tuple[int, int, int]) -> None:
             {"weight_sharding": {"free": "step"}, "micro_batch_size": 2, "pipeline_schedule": "zb-h1"},
             ADDED_UP,
         ),
-        row("pp2xdp2-1f1b", (2, 2, 1), {"micro_batch_size": 2}, ADDED_UP, wide=False),
+        row("pp2xdp2-1f1b", (2, 2, 1), {"micro_batch_size": 2}, ADDED_UP),
         row("pp2xdp2-gpipe", (2, 2, 1), {"pipeline_schedule": "gpipe"}, {}),
         row("pp2xdp2-interleaved", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "interleaved"}, ADDED_UP),
         row("pp2xdp2-zb-h1", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "zb-h1"}, {}),

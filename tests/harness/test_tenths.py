@@ -22,3 +22,4 @@ def test_the_tenths_are_alike_and_leave_no_row_out() -> None:
 
 def test_a_row_stays_in_its_tenth() -> None:
     assert [tenth_of(name) for name in ("a", "b", "tests/x.py::test[row]")] == [0, 6, 0]
+    assert len({tenth_of(f"tests/x.py::test[<Bias object at 0x7f{end}>]") for end in ("3b", "dc", "00", "a1")}) == 1

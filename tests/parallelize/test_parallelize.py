@@ -210,7 +210,7 @@ def test_plan_shows_what_was_adapted_and_what_had_to_be_gathered(mesh):
     assert "rowwise_split_input" in gathered and "gathered:" in gathered
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.wide), True])
 @run_ranks(tensor=2)
 def test_compiled_blocks_that_read_their_width_from_the_input_match(mesh, sequence_parallel):
     torch.manual_seed(0)
