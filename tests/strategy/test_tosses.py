@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.mesh.draws.batch_draws import lines_that_draw
 from lightning_megatron.mesh.draws.same_draws import SameDraws
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import CompiledCall, has_compiled, is_given_compiled
 from tests.harness import RankInfo, run_trainers
 from tests.parity.train import make_trainer
@@ -37,7 +39,7 @@ class Deep(nn.Module):
 
     def inner(self, x: Tensor) -> Tensor:
         mask = F.dropout(self.layer[2].bias, 0.5) * torch.rand(1, dtype=x.dtype)
-        if torch.rand(()) < 0.5:
+        if torch.rand((), dtype=x.dtype) < 0.5:  # a backward has another default dtype
             return x * (0.5 + torch.rand((), dtype=x.dtype))
         return self.layer(x) + mask
 
@@ -118,7 +120,39 @@ class Tossing(nn.Module):
         return self.layer(x) * random.random()
 
 
-KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once, Coins)}
+class Sometimes(Net):
+    """Does something to a batch that few batches meet, and none that is tried before."""
+
+    batches = 12
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, coin = self.embed(batch[0]), float(torch.rand(()))
+        if 0.3 < coin < 0.6:
+            x = self.changed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.tokens(x, batch[1])
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x * torch.rand((), dtype=x.dtype)
+
+
+class Mixup(Sometimes):
+    """Mixes the samples of a batch."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        order, share = torch.randperm(len(x)), torch.rand((), dtype=x.dtype)
+        return share * x + (1 - share) * x[order]
+
+
+class Vector(Sometimes):
+    """Masks features for all samples alike."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x * torch.empty(x.shape[-1], dtype=x.dtype).bernoulli_(0.8)
+
+
+KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once, Coins, Sometimes, Mixup, Vector)}
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -126,7 +160,8 @@ def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]
     torch.manual_seed(2)
     module = KINDS[name]().double()
     generator = torch.Generator().manual_seed(5)
-    data = TensorDataset(*(torch.randint(0, VOCABULARY, (8 * STEPS, 6), generator=generator) for _ in range(2)))
+    samples = 8 * getattr(module, "batches", STEPS)
+    data = TensorDataset(*(torch.randint(0, VOCABULARY, (samples, 6), generator=generator) for _ in range(2)))
     trainer = make_trainer(info, MegatronStrategy(**options), max_epochs=1, precision="64-true", limit_val_batches=0)
     trainer.fit(module, DataLoader(data, batch_size=8))
     return {key: value.detach().clone() for key, value in trainer.strategy.full_state_dict().items()}
@@ -148,6 +183,22 @@ def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]
             marks=WIDE,
         ),
         ("Shares", 1, {"micro_batch_size": 2}),
+        ("Sometimes", 1, {"micro_batch_size": 2}),
+        ("Mixup", 1, {"micro_batch_size": 2}),
+        ("Mixup", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param("Sometimes", 2, {"micro_batch_size": 1, "pipeline_parallel_size": 2}, marks=WIDE),
+        pytest.param(
+            "Mixup",
+            2,
+            {"micro_batch_size": 1, "pipeline_parallel_size": 2, "pipeline_schedule": "zb-v"},
+            marks=WIDE,
+        ),
+        pytest.param(
+            "Mixup",
+            2,
+            {"micro_batch_size": 2, "pipeline_parallel_size": 2, "activation_recompute": "full"},
+            marks=WIDE,
+        ),
         pytest.param("Tosses", 1, {"micro_batch_size": 1}, marks=WIDE),
         pytest.param("Tosses", 1, {"micro_batch_size": 2, "activation_recompute": "full"}, marks=WIDE),
         pytest.param("Mixed", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}, marks=WIDE),
@@ -170,6 +221,20 @@ def test_what_is_drawn_for_a_batch_does_not_depend_on_its_micro_batches(name: st
     for outcome in run_trainers(fit, name, options, devices=devices):
         for key, value in outcome.value.items():
             torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+def test_what_each_micro_batch_has_drawn_for_the_batch_is_refused() -> None:
+    options = {"micro_batch_size": 2, "pipeline_parallel_size": 2}
+    for outcome in run_trainers(fit, "Vector", options, devices=2, check=False, grace=20.0):
+        said = " ".join(f"{outcome.error}\n{outcome.output}".split())
+        assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
+        assert "`bernoulli_` in" in said and "which each micro-batch has drawn for itself" in said, said
+
+
+def test_lines_that_draw_are_found_in_what_a_step_calls() -> None:
+    found = lines_that_draw(function.__code__ for function in functions_of_step(Mixup()))
+    assert {name for _, name in found} == {"rand", "randperm"}
+    assert not lines_that_draw(function.__code__ for function in functions_of_step(Net()))
 
 
 def test_batches_stay_whole_where_compiled_code_draws_for_them() -> None:

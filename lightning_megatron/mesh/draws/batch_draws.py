@@ -16,6 +16,8 @@ the mode as well, as code in them is computed again.
 from __future__ import annotations
 
 import contextlib
+import dis
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,6 +37,22 @@ Draw = tuple[Place, Shape]
 """Place, and the shape of what it gives."""
 _UNSEEN = frozenset[Shape]([()])  # a number, drawn where no trial has drawn, is one for the batch
 _BACKWARDS = {func: body_of(func) for func in RUN_CODE}
+_NAMES = {name for func in ANSWERS if (name := getattr(func, "__name__", ""))} | {"sample", "rsample"}
+_ORDERS = "randperm"
+_ASKS = 16  # trials for the sake of draws that steps before have met
+
+
+def lines_that_draw(codes: Iterable[types.CodeType]) -> set[tuple[str, str]]:
+    """Lines of the user's code that mention functions which draw, whether they run or not; and their names."""
+    found, waiting = set[tuple[str, str]](), list(codes)
+    while waiting:
+        code = waiting.pop()
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for step in dis.get_instructions(code):
+            at = None if step.positions is None else step.positions.lineno
+            if step.opname.startswith("LOAD_") and step.argval in _NAMES and at is not None:
+                found.add((f"{code.co_filename}:{at}", step.argval))
+    return found
 
 
 class SeenDraws(TorchFunctionMode):
@@ -70,10 +88,35 @@ class BatchDraws(TorchFunctionMode):
         super().__init__()
         self._device, self._seed = device, seed
         self.is_on = False
+        self._mentioned: set[tuple[str, str]] = set()
+        self._met_late, self._asked, self._notes = set[Place](), 0, False
         self._shapes: dict[Place, set[Shape]] = {}
         self._segment, self._number = (0, 0), 0
         self._entered: set[int] = set()
-        self._met: dict[int, int] = {}
+        self._met: dict[int, tuple[int, int]] = {}  # key -> seed, and number in its segment
+
+    def expect(self, lines: Iterable[tuple[str, str]]) -> None:
+        """Say which lines may draw in a training step; see :func:`lines_that_draw`."""
+        self._mentioned = set(lines)
+
+    def orders(self, met: Iterable[Place]) -> str:
+        """A line that may put the samples of a batch in an order and that no trial has met; "" if there is none.
+
+        Args:
+            met: by the latest trial.
+        """
+        left = self._mentioned - {(line, name) for line, name, _ in met}
+        return min((line for line, name in left if name == _ORDERS), default="")
+
+    def may_draw(self, *, training: bool = True) -> bool:
+        """Whether any draw of a step may be for the batch."""
+        return self.is_on or (training and bool(self._mentioned))
+
+    def asks(self) -> bool:
+        """Whether a trial may show what a draw is for that a step has met, and no trial."""
+        asks = bool(self._met_late) and self._asked < _ASKS
+        self._asked += asks
+        return asks
 
     def learn(self, seen: Iterable[Place], of_batch: Iterable[Draw]) -> None:
         """Take note of what trials have seen.
@@ -81,18 +124,36 @@ class BatchDraws(TorchFunctionMode):
         Args:
             seen: where anything is drawn.
             of_batch: what is for the batch.
+
+        Raises:
+            RuntimeError: in a step before, micro-batches have each drawn for themselves what is for the batch.
         """
+        late = set(self._met_late)
         for place in seen:
             self._shapes.setdefault(place, set())
+            self._met_late.discard(place)
+            self._mentioned = {one for one in self._mentioned if not _is_met(one, place)}
         for place, shape in of_batch:
             self._shapes.setdefault(place, set()).add(shape)
             self.is_on = True
+            if place in late and shape not in _UNSEEN:
+                raise RuntimeError(
+                    f"`{place[1]}` in {place[0]} draws {list(shape)} for a batch, which each micro-batch has drawn for "
+                    "itself in a step before: a condition kept it out of the steps that were tried. Draw it in every "
+                    "step, in front of the condition; or pass `MegatronStrategy(whole_batch_loss=True)`, with which "
+                    "batches stay whole, or `whole_batch_loss=False`, if each micro-batch's own is meant."
+                )
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step."""
+    def step(self, *, training: bool) -> Iterator[None]:
+        """Around a step.
+
+        Args:
+            training: whether trials of training steps may meet what it meets.
+        """
         self._entered.clear()
         self._met.clear()
+        self._notes = training
         with self:
             yield
 
@@ -117,20 +178,24 @@ class BatchDraws(TorchFunctionMode):
         if func not in ANSWERS or torch.default_generator.initial_seed() not in self._entered:
             return func(*args, **given)  # which draws nothing, or from a stream of its user's or of a tensor rank
         place = _place(func, args)
+        if place not in self._shapes and self._notes:
+            self._met_late.add(place)
         shapes = self._shapes.get(place, _UNSEEN)
         if not shapes or given.get("generator") is not None:
             return func(*args, **given)
         before = self._states()
         key = int(torch.empty((), dtype=torch.int64).random_())
-        if key not in self._met:
-            self._met[key] = self._seed(*self._segment, self._number)
-            self._number += 1
+        seed, number = self._met.get(key) or (self._seed(*self._segment, self._number), self._number)
         state = self._states()
         for generator in self._generators:
-            generator.manual_seed(self._met[key])
+            generator.manual_seed(seed)
         output = func(*args, **given)
         if isinstance(output, Tensor) and tuple(output.shape) in shapes:
             self._go_to(state)
+            self._met[key], self._number = (
+                (seed, number),
+                number + 1,
+            )  # of the next, where a known one is drawn again too
             return output
         self._go_to(before)
         return func(*args, **given)
@@ -146,6 +211,12 @@ class BatchDraws(TorchFunctionMode):
     def _go_to(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+def _is_met(mentioned: tuple[str, str], place: Place) -> bool:
+    """Whether a draw is one that a line mentions, which may name another function that draws by it."""
+    (line, name), (at, drawn, _) = mentioned, place
+    return line == at and (name == drawn or _ORDERS not in (name, drawn))
 
 
 def _place(func: Any, args: Any) -> Place:

@@ -133,8 +133,8 @@ class SegmentStreams:
         self.step_state = absorb(_START, step_seed, self._replica)
         state = current_rng_state(self._device)
         try:
-            shares = self.of_batch.is_on and not self._apart and self.draws is None
-            with self._drawing(name, rows), self.of_batch.step() if shares else nullcontext():
+            may = self.of_batch.may_draw(training=training) and not self._apart and self.draws is None
+            with self._drawing(name, rows), self.of_batch.step(training=training) if may else nullcontext():
                 yield
         finally:
             restore_rng_state(state, self._device)
@@ -302,7 +302,7 @@ class SegmentStreams:
 
     def _enter_known(self, seed: int, segment: int, call: int = 0) -> None:
         """Reseed torch's generators with a known seed."""
-        if self.of_batch.is_on:
+        if self.of_batch.may_draw():
             self.of_batch.enter(seed, segment, call)
         if segment > 0 and self.others_in_layers and self.draws is None and not self._alike:
             self._between = self._between or _all_of_others()

@@ -41,6 +41,7 @@ _MOST = 10_000  # entries of one container
 _OPENED = 64  # entries of a container that are containers themselves and looked into
 _FOUND = 500  # containers of one layer; data that happens to hang on the module is none of its business
 _DEPTH = 6
+_READ = 5_000  # containers, where all code of a module is read
 
 
 class Reach:
@@ -229,6 +230,23 @@ def _is_data(entry: Any) -> bool:
         not isinstance(entry, (type, types.ModuleType, *_FUNCTIONS, property, staticmethod, classmethod))
         and not is_library(type(entry))
     )
+
+
+def functions_of_step(module: nn.Module, step: str = "training_step") -> list[types.FunctionType]:
+    """The functions of the user's that a step may call, by their names, and hers own.
+
+    Args:
+        module: the user's.
+        step: name of the step.
+    """
+    reach = Reach(module, module, frozenset(), _READ)
+    reach.containers()
+    waiting, found, mentioned = list(reach.functions), list[types.FunctionType](), {step, "forward"}
+    while called := [function for function in waiting if function.__name__ in mentioned]:
+        waiting = [function for function in waiting if function.__name__ not in mentioned]
+        found += called
+        mentioned.update(name for function in called for name in names_in(function.__code__)[0])
+    return found
 
 
 @functools.cache

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
+from lightning_megatron.mesh.draws.batch_draws import lines_that_draw
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
+from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.generation.repeats import Repeats
@@ -94,6 +97,9 @@ class Cuts:
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
         alone = self._layout.pipeline == 1 and self._options.micro_batch_size == "auto"
+        if tries and not (alone or has_compiled(context.module)):
+            codes = [function.__code__ for function in functions_of_step(context.module)]
+            context.streams.of_batch.expect(lines_that_draw(codes))
         self._backwards_told = BackwardsOverReplicas(context, asks=self._tries_uncut and alone)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
 from lightning_megatron.mesh.parts.names import Parts
@@ -29,6 +30,7 @@ from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
 _PARTS = 5  # most micro-batches that are tried
+_ORDER = "an order of the samples, behind a condition that the trial did not meet: `torch.randperm`"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
 _FEW = 4  # samples at once, of fewer of which some losses look like means
 
@@ -166,16 +168,20 @@ class Tried:
         """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""
         return self._metrics.mixed(self._pieces.joins, self._weights, cut=cut)
 
-    def drawn(self, *, cut: bool = True) -> Drawn:
+    def drawn(self, watched: BatchDraws | None = None, *, cut: bool = True) -> Drawn:
         """What other ranks are to hear of the draws; compiled code draws for a batch in each micro-batch.
 
         Args:
+            watched: knows what else the step may draw, behind conditions.
             cut: whether there are any.
         """
         found = self.draws.told()
-        if not cut or not self.draws_compiled:
+        if not cut:
             return found
-        return found._replace(apart=found.apart or _COMPILED, of_batch=frozenset())
+        if self.draws_compiled:
+            return found._replace(apart=found.apart or _COMPILED, of_batch=frozenset())
+        line = "" if watched is None else watched.orders(found.places)
+        return found._replace(apart=found.apart or (line and f"{_ORDER} in {line}"))
 
     @property
     def draws_compiled(self) -> bool:

@@ -258,8 +258,7 @@ class LossTrials:
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
-        foreign = self._streams.is_foreign
-        passes = self._passes()
+        foreign, watched, passes = self._streams.is_foreign, self._streams.of_batch, self._passes()
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
         around = middle or sees
         tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, is_foreign=foreign)
@@ -284,7 +283,7 @@ class LossTrials:
         alone = self._stages.may_run_around and not inside and middle is None
         of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
-        mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(cut=cut), turns
+        mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(watched, cut=cut), turns
         told = objects.gather(_Told(*mine), self._mesh.group("world"))
         said = zip(*((one.writes, one.draws.apart) for one in told), strict=True)
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))

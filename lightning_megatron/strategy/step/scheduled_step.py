@@ -240,7 +240,7 @@ class ScheduledStep:
         output = merge_outputs(outputs, weights, sizes, step.name) if outputs[0] is not None else None
         written = self._batches.finish(batch, sizes, weights, step.name)
         differ = len(parts) > 1 and self._exact and recorder.differs_untold()
-        unseen = self.cuts.trials.tells
+        unseen = self.cuts.trials.tells or self._context.streams.of_batch.asks()
         outcome = Outcome(logs, loss, output, stop=stops(self._module), differ=differ, unseen=unseen, batch=written)
         self._mean.start(outcome, trains=step.name == "training_step")
         self._mean.finish(outcome)
