@@ -183,7 +183,7 @@ class TokenSplit(SplitDim):
         No rank saves a tensor for the backward, for whose sake a checkpoint around it would run again on that rank
         alone, and wait for the others.
         """
-        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.mine]
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.mine or ((0, 0),)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def summed(self, partial: Tensor) -> Tensor:

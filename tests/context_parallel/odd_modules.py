@@ -201,6 +201,21 @@ class RelativeShift(Mixer):
         return self.joined(scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1) @ v)
 
 
+class Carried(Mixer):
+    """Linear attention, block by block, of which some rank may have no token."""
+
+    def mix(self, y: Tensor, other: Any) -> Any:
+        q, k, v = self.heads(y)
+        state, found = torch.zeros(len(y), HEADS, WIDTH, WIDTH, dtype=y.dtype), []
+        decay = torch.tensor([[1.0, 0.0], [0.5, 1.0]], dtype=y.dtype)
+        for start in range(0, y.shape[1], 2):
+            one, keys, values = (part[:, :, start : start + 2] for part in (q, k, v))
+            scores = (one @ keys.mT) * decay[: one.shape[2], : one.shape[2]]
+            found.append(scores @ values + (one * decay[: one.shape[2], :1]) @ state)
+            state = 0.5 * state + (keys * 0.9).mT @ values
+        return self.joined(torch.cat(found, 2))
+
+
 MIXERS = {kind.__name__: kind for kind in Mixer.__subclasses__()}
 ENDS = ("class token", "stem", "registers", "reward", "two tokens ahead", "ctc", "dice", "token by token")
 
