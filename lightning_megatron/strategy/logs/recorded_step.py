@@ -98,6 +98,7 @@ class RecordedAround:
         weights.begin(len(cut.layers), 1)
         self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
         self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
+        self._logs = cut.logs
         self._turns = [0] * len(cut.layers)
         self._once.begin(cut.layers, [float(batch_size_of(part)) for part in cut.layers])
 
@@ -127,7 +128,8 @@ class RecordedAround:
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""
         self._once.put_back(0)
-        self._recorder.begin_micro_batch(self._weight, shares=shares_of(self._recorder, [batch])[0])
+        counts, shares = counts_for(self._logs, batch), shares_of(self._recorder, [batch])[0]
+        self._recorder.begin_micro_batch(self._weight, counts, shares)
         return self._whole(batch, last=True)
 
     def _whole(self, batch: Any, *, last: bool) -> Any:

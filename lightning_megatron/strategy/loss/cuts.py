@@ -87,7 +87,7 @@ class Cuts:
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
         self._says_weight = self._options.loss_weight is not None
-        tries = self._options.whole_batch_loss == "auto" and not self._says_weight
+        tries = self._options.whole_batch_loss is not False and not self._says_weight
         self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
         self.weighs, self._unlike = self._says_weight and self._layout.data > 1, False
         self._loaders: Any = None
@@ -219,12 +219,15 @@ class Cuts:
         passes = repeats is not None and self._repeats(repeats, call, parts)
         if passes and not self._may_take_turns(len(parts)):
             parts = [batch] if whole and not self._says_weight else parts
-            weights = self.weights(parts)
-            return parts, Cut(weights, self._over_replicas(weights, self._says_weight))
-        if self._skips.whole and whole and len(parts) > 1:
+            if not self._tries_uncut:
+                weights = self.weights(parts)
+                return parts, Cut(weights, self._over_replicas(weights, self._says_weight))
+        elif self._skips.whole and whole and len(parts) > 1:
             if whole == "auto":
                 self._skips.say(len(parts), self._layout.pipeline)
-            return [batch], Cut([float(batch_size_of(batch))], float(batch_size_of(batch)))
+            parts = [batch]
+        elif self._tries_uncut and self.trials.cuts_none:
+            parts = [batch]  # of which is tried what it counts beside those of the other replicas
         logs: Mapping[str, Any] = {}
         once, sums = OncePerBatch(), False
         weigh: Callable[[Any], float] | None = self._options.loss_weight
@@ -235,20 +238,20 @@ class Cuts:
             if repeats is not None and self.trials.again and not passes:
                 repeats.note("training_step")
                 return self._cut(call, batch, parts)
-            once, told = self.trials.once, read.tells_replicas if len(parts) == 1 else not read.whole
+            once = self.trials.once
             if passes and not read.whole and self.trials.turns:
                 parts = [batch]
             if read.whole or self.trials.looks_new:
                 around = self.trials.around and not self.trials.looks_new
                 layers, parts = parts if around and len(parts) > 1 else [], [batch]
-            if told:
+            if read.tells_replicas:
                 logs, sums = read.within, read.way == "sum"
                 weigh = read.way if isinstance(read.way, Counted) else None
         elif len(parts) > 1:
             self.trials.say_statistics()
         if sums:
             turns = self._turns(parts) if passes else None
-            return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums, turns=turns)
+            return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums, layers, turns=turns)
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
             parts, weights = [batch], [sum(weights) or 1.0]
@@ -295,10 +298,10 @@ class Cuts:
         tried, self._probed = self._probed, True
         if (known := repeats.includes("training_step")) or tried:
             return known
-        whole = self._options.whole_batch_loss and not self._says_weight and not self._skips.may
-        will_be_tried = whole and len(parts) > 1
+        will_be_tried = self._options.whole_batch_loss and not self._says_weight and len(parts) > 1
         module, model = self._context.module, self._context.layers[0].rpartition(".")[0]
-        if not will_be_tried and may_call_again(module, model) and calls_again(self._context, call, parts[0]):
+        may = bool(self._skips.whole) or (not will_be_tried and may_call_again(module, model))
+        if may and calls_again(self._context, call, parts[0]):
             repeats.note("training_step")
         return repeats.includes("training_step")
 

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,30 @@ class TriedPieces(Protocol):
     @property
     def joins(self) -> Mapping[int, tuple[int, ...]]:
         """Place of several at once among the pieces -> places of the one, the other, ..."""
+
+
+class ToldOfTrial(NamedTuple):
+    """What the ranks tell each other of a trial.
+
+    Attributes:
+        own: what :meth:`.OverReplicas.own_values` gives.
+        writes: a value that only the whole batch can write, or "".
+        alone: whether layers may run in micro-batches, and the code around them on the whole batch.
+        unsure: whether how a value comes together does not show yet.
+        of_held: whether the batch has run before.
+        joins: number of joined pieces.
+        draws: what is drawn, and in which types it computes.
+        turns: why micro-batches cannot take turns, where a step calls the layers more than once; or "".
+    """
+
+    own: tuple[list[Name], bool]
+    writes: str
+    alone: bool
+    unsure: bool
+    of_held: bool
+    joins: int
+    draws: Drawn
+    turns: str
 
 
 class Joins:

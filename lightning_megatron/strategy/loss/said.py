@@ -126,7 +126,7 @@ def warn_of_replicas(
     norms = [name for name, child in modules.items() if isinstance(child, _BatchNorm) and child.training]
     values = [spelled(name) for name in mine if not isinstance(modules.get(name[0]), _BatchNorm)]
     unlike = (not now.fits and before.fits) or not before.tried
-    mixes = unlike and not (now.fits or now.stays or found.gathers or found.draws)
+    mixes = unlike and not (now.fits or found.gathers or found.draws)
     if norms and (mixes or len(values) < len(mine)):
         rank_zero_warn(
             f"`{norms[0]}` ({type(modules[norms[0]]).__name__}) computes over the samples of each of the {replicas} "
@@ -147,7 +147,7 @@ def warn_of_replicas(
             "Gather what it is made of by `self.all_gather(x, sync_grads=True)`, or pass `whole_batch_loss=False` if "
             "each replica's own is meant."
         )
-    elif not cut and now.tells_replicas and now.way != (before.way if before.fits else None):
+    elif (not cut or now.whole) and now.tells_replicas and now.way != (before.way if before.fits else None):
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
@@ -157,7 +157,7 @@ def warn_of_replicas(
             "process draws for all of them. `random_streams='layout'` gives every sample its own numbers, if the step "
             "draws from torch's generators; or pass `whole_batch_loss=False` if each replica's own is meant."
         )
-    if values:
+    if values and not now.stays:
         names = ", ".join(f"`{name}`" for name in values[:_NAMED])
         more = f" and {len(values) - _NAMED} others" if len(values) > _NAMED else ""
         rank_zero_warn(
@@ -166,7 +166,7 @@ def warn_of_replicas(
             "torchmetrics object, or pass `whole_batch_loss=False` if each replica's own is meant."
         )
     new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]
-    if new and not (cut or found.gathers):
+    if new and not ((cut and not (now.whole and now.fits)) or found.gathers):
         rank_zero_warn(
             f"what `self.log` is given as {_with_lines(new, found)} for a batch is not made of what its parts give; "
             f"the mean over the {replicas} replicas is logged. Log a torchmetrics object."

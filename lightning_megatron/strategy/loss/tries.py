@@ -24,13 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.global_rows import Deal
-from lightning_megatron.mesh.draws.same_draws import Drawn
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
@@ -43,7 +42,7 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried
 from lightning_megatron.strategy.loss.said import (
     say_around,
     say_reading,
@@ -72,30 +71,6 @@ _AGAIN = 8  # factor between the steps at which it is tried anyhow
 _UNSETTLED = 16  # steps in which equal losses are tried again
 _LATE = ("time", "keys", "other")  # why a step is tried that may not be the first of its kind
 _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
-
-
-class _Told(NamedTuple):
-    """What the ranks tell each other of a trial.
-
-    Attributes:
-        own: what :meth:`.OverReplicas.own_values` gives.
-        writes: a value that only the whole batch can write, or "".
-        alone: whether layers may run in micro-batches, and the code around them on the whole batch.
-        unsure: whether how a value comes together does not show yet.
-        of_held: whether the batch has run before.
-        joins: number of joined pieces.
-        draws: what is drawn, and in which types it computes.
-        turns: why micro-batches cannot take turns, where a step calls the layers more than once; or "".
-    """
-
-    own: tuple[list[Name], bool]
-    writes: str
-    alone: bool
-    unsure: bool
-    of_held: bool
-    joins: int
-    draws: Drawn
-    turns: str
 
 
 class LossTrials:
@@ -153,7 +128,7 @@ class LossTrials:
         self.began = self._phases.changed or self._looks_other
         if self.replicas is not None:
             self.replicas.unseen, self.replicas.counted = False, None
-        known = self.reading.tried and self.reading.whole and not (len(parts) == 1 and self.reading.tells_replicas)
+        known = self.reading.tried and self.reading.whole and not self._weighs_whole(parts)
         if not known or self._steps == 1 or self.around or self.reading.opaque:
             why = self._due(batch, parts)
             if why:
@@ -170,7 +145,8 @@ class LossTrials:
 
     def _try_if_possible(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
         pieces: TriedParts | None = None
-        if len(parts) > 1:
+        cut = len(parts) > 1 and not (why == "counts" and self._weighs_whole(parts))
+        if cut:
             pieces = TriedParts(batch, list(parts))
         elif self.replicas is not None:
             pieces = self.replicas.pieces_of(batch, apart=why == "counts")
@@ -179,10 +155,20 @@ class LossTrials:
         if self._phases is not None:
             self._phases.note()
         if pieces is not None:
-            self._try(call, pieces, why, cut=len(parts) > 1)
+            self._try(call, pieces, why, cut=cut)
         elif due:
             self._next = self._steps * _AGAIN
         self._new_keys, self._differ = False, False
+
+    def _weighs_whole(self, parts: Sequence[Any]) -> bool:
+        """Whether batches run whole, and what they count beside those of other replicas is known by trials."""
+        uncut = len(parts) == 1 or self.reading.whole
+        return uncut and self.replicas is not None and self.reading.tells_replicas
+
+    @property
+    def cuts_none(self) -> bool:
+        """Whether what was tried in micro-batches runs whole, in the layers too, and is weighed over the replicas."""
+        return self.reading.tried and self.reading.whole and not self.around and self._weighs_whole(())
 
     @property
     def looks_new(self) -> bool:
@@ -230,8 +216,8 @@ class LossTrials:
             return "other"
         if self._steps >= self._next:
             return "time"
-        uncut = len(parts) == 1
-        if reading.whole and not reading.opaque and not (uncut and reading.tells_replicas):
+        uncut = len(parts) == 1 or reading.whole
+        if reading.whole and not reading.opaque and not self._weighs_whole(parts):
             return ""
         unsettled = not reading.settled or (self._unsure and not uncut)
         if self._new_keys or self._differ or (unsettled and self._steps <= _UNSETTLED):
@@ -284,7 +270,7 @@ class LossTrials:
         of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(watched, cut=cut), turns
-        told = objects.gather(_Told(*mine), self._mesh.group("world"))
+        told = objects.gather(ToldOfTrial(*mine), self._mesh.group("world"))
         said = zip(*((one.writes, one.draws.apart) for one in told), strict=True)
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
@@ -295,7 +281,7 @@ class LossTrials:
             few = min(one.joins for one in told) == 1
             self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
         self._take(tried, kinds, middle, next((one.turns for one in told if one.turns), ""))
-        could, self.around = self.around, False
+        could, self.around = self.around, self.around and not cut and why == "counts"
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [one.own for one in told], cut=cut)
             other = not self.reading.fits or (before.fits and self.reading.way != before.way)

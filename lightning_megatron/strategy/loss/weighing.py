@@ -338,7 +338,7 @@ class Reading:
     @property
     def tells_replicas(self) -> bool:
         """Whether what the loss is a mean of is known, whatever else of a batch has to be whole."""
-        return bool(self.fits) and not (self.stays or self.opaque)
+        return bool(self.fits) and not self.opaque
 
     @cached_property
     def way(self) -> Any:
