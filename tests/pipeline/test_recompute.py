@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -220,3 +222,35 @@ def test_a_recomputation_sees_the_state_that_its_forward_saw_and_leaves_the_late
         found = [[*one[:3], *one[-5:]] for one in found]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+class Stochastic(nn.Module):
+    """Is left out, and scaled, as Python's and NumPy's generators have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        if random.random() < 0.4:
+            return x
+        return x + self.up(x).tanh() * np.random.rand() * scale
+
+
+def test_draws_from_pythons_and_numpys_generators_are_drawn_again_and_no_further() -> None:
+    found = []
+    for recompute in (None, "full"):
+        torch.manual_seed(0)
+        net = Net()
+        net.layers = nn.ModuleList([Stochastic() for _ in range(8)])
+        recompute_layers(LayersHere(net), recompute)
+        random.seed(3)
+        np.random.seed(3)
+        outputs = [net(torch.ones(2, 8) * scale) for scale in (1.0, 2.0)]
+        between = random.random()
+        sum(output.square().sum() for output in outputs).backward()
+        grads = [torch.zeros(8, 8) if p.grad is None else p.grad for p in net.parameters()]
+        found.append((grads, between, random.random(), np.random.rand()))
+    (plain, *numbers), (recomputed, *others) = found
+    assert numbers == others
+    assert all(torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True))

@@ -91,8 +91,7 @@ class SegmentStreams:
         self._steps = {True: 0, False: 0}
         self.step_state = _START
         self.of_batch = BatchDraws(device, self._seed_for_batch)
-        self._entered: set[int] = set()
-        self._alike, self._before = False, False
+        self._entered, self._alike, self._before = set[int](), False, False
 
     def learn(self, told: Sequence[Drawn], *, training: bool = True) -> None:
         """Take note of what a trial of a step has seen, told by all ranks; nothing where its batch runs uncut."""
@@ -253,7 +252,7 @@ class SegmentStreams:
         self._enter_known(seed, 0)
         self._between = None
         self._seed_others(seed, 0, 0)
-        self._others = _states_of_others() if self.draws is not None and self.draws.splits else None
+        self._others = states_of_others() if self.draws is not None and self.draws.splits else None
         self._ahead = {segment: self._seed_of(state, segment) for segment in segments}
 
     def _seed_others(self, seed: int, segment: int, call: int) -> None:
@@ -267,7 +266,7 @@ class SegmentStreams:
         """Refuse numbers of Python's and NumPy's generators, of which nobody can tell what they are drawn for."""
         if self.draws is None or self._others is None:
             return
-        for name, before, now in zip(("random", "numpy.random"), self._others, _states_of_others(), strict=True):
+        for name, before, now in zip(("random", "numpy.random"), self._others, states_of_others(), strict=True):
             if before != now:
                 self._others = None
                 self.draws.refuse(name, "it may draw for every sample, and has no counters", "in the step")
@@ -295,7 +294,7 @@ class SegmentStreams:
     def leave(self, layer: int, call: int = 0) -> None:
         """Enter what is behind a layer, where that has a stream of its own."""
         if self._between is not None:
-            _set_others(self._between)
+            set_others(self._between)
             self._between = None
         if self.draws is not None:
             self.enter(self._now, _BEHIND + layer, call)
@@ -305,7 +304,7 @@ class SegmentStreams:
         if self.of_batch.may_draw():
             self.of_batch.enter(seed, segment, call)
         if segment > 0 and self.others_in_layers and self.draws is None and not self._alike:
-            self._between = self._between or _all_of_others()
+            self._between = self._between or all_of_others()
             self._seed_others(seed, segment, call)
         if self._alike:
             self._entered.add(seed)
@@ -330,7 +329,7 @@ class SegmentStreams:
     def position(self) -> tuple[Any, ...]:
         """States of torch's generators (CPU, and GPU if there is one), which draw is next, and the others' states."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        others = (_all_of_others(), self._between) if self.others_in_layers and self.draws is None else None
+        others = (all_of_others(), self._between) if self.others_in_layers and self.draws is None else None
         return torch.get_rng_state(), cuda, None if self.draws is None else self.draws.position, others
 
     def drawn_since(self, position: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -348,7 +347,7 @@ class SegmentStreams:
             self.draws.position = position[2]
         if position[3] is not None:
             others, self._between = position[3]
-            _set_others(others)
+            set_others(others)
 
 
 def state_digest() -> int:
@@ -366,19 +365,20 @@ def collect_rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _states_of_others() -> tuple[Any, Any]:
+def states_of_others() -> tuple[Any, Any]:
     """What tells whether Python's and NumPy's generators have drawn."""
     found = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
     return random.getstate(), (int(found[1][0]), *found[2:])
 
 
-def _all_of_others() -> dict[str, Any]:
+def all_of_others() -> dict[str, Any]:
     """States of Python's and NumPy's generators."""
     numpy = {"numpy": sys.modules["numpy"].random.get_state()} if "numpy" in sys.modules else {}
     return {"python": random.getstate(), **numpy}
 
 
-def _set_others(state: Mapping[str, Any]) -> None:
+def set_others(state: Mapping[str, Any]) -> None:
+    """Restore states that :func:`all_of_others` returned."""
     random.setstate(state["python"])
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
@@ -386,7 +386,7 @@ def _set_others(state: Mapping[str, Any]) -> None:
 
 def current_rng_state(device: torch.device) -> dict[str, Any]:
     """States of Python's, NumPy's (if it is imported) and torch's global generators."""
-    state = {**_all_of_others(), "torch": torch.get_rng_state()}
+    state = {**all_of_others(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -394,7 +394,7 @@ def current_rng_state(device: torch.device) -> dict[str, Any]:
 
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore the states that :func:`collect_rng_state` returned."""
-    _set_others(state)
+    set_others(state)
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

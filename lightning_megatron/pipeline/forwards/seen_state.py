@@ -1,7 +1,8 @@
 """What the forward of a recomputed module has read and written besides its arguments and its output.
 
 A layer may count its calls, or follow its batches in buffers (batch norm, spectral norm). Running its forward again for
-the backward must neither count twice nor see the count of later micro-batches::
+the backward must neither count twice nor see the count of later micro-batches, and what it drew from Python's or
+NumPy's generator it draws again (torch's generators are put back by its checkpoint)::
 
     forward     calls 3 ──▶ 4      noted: calls was 3
     ...         calls 4 ──▶ 6      by other micro-batches
@@ -10,7 +11,7 @@ the backward must neither count twice nor see the count of later micro-batches::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.draws.random_streams import all_of_others, set_others, states_of_others
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Snapshot
 
@@ -34,12 +36,14 @@ class SeenState:
         changes: numbers and tensors without a gradient that it assigned anew.
         buffers: those that forwards write into, with copies of their values before it; ``None`` where it was the first
             that did.
+        generators: states of Python's and NumPy's, if it drew from them.
         dtype: of numbers that it makes without saying of which: the precision sets it around a step, not a backward.
     """
 
     dtype: torch.dtype | None = None
     changes: list[Change] = field(default_factory=list)
     buffers: list[tuple[Place, Tensor | None]] = field(default_factory=list)
+    generators: Mapping[str, Any] | None = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -51,6 +55,9 @@ class SeenState:
         tensors = [(owner, name, owner._buffers.get(name)) for (owner, name), _ in self.buffers]
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or default)
+        drawn = None if self.generators is None else all_of_others()
+        if self.generators is not None:
+            set_others(self.generators)
         for change in self.changes:
             change.container.put(change.key, change.old)
         for (owner, name), before in self.buffers:
@@ -60,6 +67,8 @@ class SeenState:
             yield
         finally:
             torch.set_default_dtype(default)
+            if drawn is not None:
+                set_others(drawn)
             for owner, name, tensor in tensors:
                 owner._buffers[name] = tensor
             for container, key, value in now:
@@ -91,10 +100,12 @@ class StatefulForward:
             return self.again(seen, forward, *args, **kwargs)
         before = self._snapshot() if self._leaves is not False else None
         seen.dtype = torch.get_default_dtype()
+        place, generators = states_of_others(), all_of_others()
         kept = [(at, Contents.of_tensor(buffer, copies=self._may_write(at))) for at, buffer in self._buffers()]
         try:
             return forward(*args, **kwargs)
         finally:
+            seen.generators = generators if states_of_others() != place else None
             self._written = {_key(place) for place, buffer in kept if self._wrote(place, buffer)}
             seen.buffers = [(place, buffer.copy) for place, buffer in kept if _key(place) in self._written]
             if before is not None:
