@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from lightning_megatron.strategy.loss.said import say_how_cut
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
 from tests.strategy import cut_scenarios as cuts
@@ -41,3 +43,12 @@ def test_one_that_nobody_can_cut_runs_where_nothing_is_cut() -> None:
     (outcome,) = run_trainers(cuts.train, (1, 1), {"micro_batch_size": "auto"}, "opaque", devices=1)
     found = list(differences("", outcome.value, plain.value, 1e-9))
     assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("shape '[8, -1]' is invalid for input of size 4")])
+def test_code_that_counts_on_the_whole_batch_is_told_how_to_keep_it_whole(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        raise error
+    say_how_cut(error, torch.zeros(8, 2), 4)
+    (note,) = error.__notes__
+    assert "counts on all of them (`x.view(8, -1)`), set `micro_batch_size=8` or more" in note

@@ -26,6 +26,7 @@ from torchmetrics import (
     SumMetric,
 )
 from torchmetrics.aggregation import RunningMean
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
@@ -185,6 +186,23 @@ class Scored(Net):
         self.found += [float(self.trainer.callback_metrics[name]) for name in ("macro_epoch", "curve_epoch")]
 
 
+class Tracked(Net):
+    """Tracks a metric from epoch to epoch, by a copy that is made for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(Accuracy(task="multiclass", num_classes=CLASSES))
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def count(self, loss: Tensor, scores: Tensor, classes: Tensor) -> None:
+        self.tracker.update(scores, classes)
+
+    def on_train_epoch_end(self) -> None:
+        self.found = [float(self.tracker.compute()), float(self.tracker.best_metric())]
+
+
 class OfTokens(Net):
     """A metric keeps numbers of tokens, which context ranks share out."""
 
@@ -202,7 +220,7 @@ class OfTokens(Net):
         self.found = [float(self.rank.compute())]
 
 
-KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens)}
+KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens, Tracked)}
 
 
 class Lines(logging.Handler):
@@ -264,6 +282,8 @@ PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
         ("Scored", 2, {}),
         ("Scored", 4, PP),
         pytest.param("Scored", 2, {"micro_batch_size": 2}, marks=WIDE),
+        ("Tracked", 2, PP),
+        pytest.param("Tracked", 4, PP, marks=WIDE),
         ("OfTokens", 2, {"context_parallel_size": 2}),
         pytest.param("OfTokens", 4, {"context_parallel_size": 2}, marks=WIDE),
         pytest.param("Scored", 2, PP, marks=WIDE),

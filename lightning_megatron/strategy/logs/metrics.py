@@ -33,6 +33,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -207,6 +208,10 @@ class MetricListener:
     def attach(self, module: nn.Module) -> None:
         """Watch every metric inside ``module``; those of an earlier call are watched once."""
         self.detach()
+        self.add(module)
+
+    def add(self, module: nn.Module) -> None:
+        """Watch the metrics inside ``module`` as well."""
         for metric in module.modules():
             if isinstance(metric, Metric):
                 self._handles.append(metric.register_forward_hook(self._hook, with_kwargs=True))
@@ -286,11 +291,27 @@ class MetricRouter:
         self._running, self._computes = running, False
         self._listener = MetricListener(running.metric_calls)
         self._attached: list[Metric] = []
+        self._owners, self._late = set[int](), cast("RemovableHandle | None", None)
         self._replaced = Replacements()
 
     def attach(self, module: nn.Module) -> None:
-        """Take over every metric inside ``module`` that is not attached yet."""
+        """Take over every metric inside ``module``, and those that are registered in it later, as a ``MetricTracker``
+        does for each epoch.
+        """
         self._listener.attach(module)
+        self._take(module)
+        if self._late is None:
+            self._late = register_module_module_registration_hook(self._look)  # type: ignore[no-untyped-call]
+
+    def _look(self, owner: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or id(owner) not in self._owners:
+            return
+        if any(isinstance(part, Metric) for part in child.modules()):
+            self._listener.add(child)
+            self._take(child)
+
+    def _take(self, module: nn.Module) -> None:
+        self._owners.update(id(part) for part in module.modules())
         known = {id(metric) for metric in self._attached}
         for metric in module.modules():
             if not isinstance(metric, Metric) or id(metric) in known:
@@ -304,9 +325,11 @@ class MetricRouter:
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
+        if self._late is not None:
+            self._late.remove()
         self._listener.detach()
         self._replaced.take_back()
-        self._attached = []
+        self._attached, self._late, self._owners = [], None, set()
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``metric.compute()`` on the last stage; its value elsewhere."""

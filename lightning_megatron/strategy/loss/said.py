@@ -17,6 +17,7 @@ from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
+_OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
 _NAMED = 4  # values that a warning lists
 _SIZES = re.compile(
     r"\b(batch|shape|size|dim|length|element|row|sample|broadcast|stack|match|mismatch|numel)|out of (range|bounds)",
@@ -227,11 +228,12 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
             "every micro-batch. Let the first tensor of a batch have the batch dimension, give a mask that all samples "
             f"share no length of {size}, or set `micro_batch_size` to at least the batch size."
         )
-    elif parts > 1 and isinstance(error, (RuntimeError, ValueError, IndexError)) and not _is_refusal(error):
+    elif parts > 1 and isinstance(error, _OF_SIZES) and not _is_refusal(error):
         error.add_note(
             f"The batch was cut into {parts} micro-batches along dimension 0 of its tensors, which are {size} long. If "
             "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "
-            f"other), set `micro_batch_size={size}` or more, so that it stays whole, or put the batch dimension first."
+            f"other), or code of yours counts on all of them (`x.view({size}, -1)`), set `micro_batch_size={size}` or "
+            "more, so that it stays whole, or put the batch dimension first."
         )
 
 
