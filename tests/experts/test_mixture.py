@@ -24,6 +24,8 @@ TWO: dict[str, Any] = {"expert_parallel_size": 2}
 T2E2: dict[str, Any] = {**TWO, "tensor_parallel_size": 2}
 PIPE: dict[str, Any] = {"pipeline_parallel_size": 2, "expert_parallel_size": 2, "micro_batch_size": 2}
 ZB: dict[str, Any] = {**PIPE, "pipeline_schedule": "zb-v", "activation_recompute": "full"}
+OWN: dict[str, Any] = {"whole_batch_loss": False}  # what a step writes is meant to be each replica's own
+BUFFERS = ("ownbias", "biasbybuffer")
 LAYOUT: dict[str, Any] = {"random_streams": "layout"}
 BIAS: dict[str, Any] = {"callbacks": [ExpertBias(0.01)]}
 
@@ -69,7 +71,7 @@ ROWS: list[Any] = [
             ("moving_biasbyattribute", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("moving_biasbybuffer", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("gathering_biasbyattribute", 2, {}, {}),
-            ("gathering_biasbybuffer", 2, TWO, {}),
+            ("gathering_biasbybuffer", 2, {**TWO, **OWN}, {}),
             ("by_sequence", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("by_sequence", 4, ZB, {}),
             ("by_sequence", 4, {"context_parallel_size": 2}, {}),
@@ -207,7 +209,8 @@ REFUSED: list[Any] = [
         pytest.param(*row, marks=WIDE)
         for row in (
             ("biased", 1, {"expert_balance": "bias", "compile_layers": True}, "`compile_layers=False`"),
-            *((f"moving_{name}", 2, {}, "balance_bias` differs between replicas") for name in BIASES),
+            *((f"moving_{name}", 2, OWN, "balance_bias` differs between replicas") for name in BIASES),
+            *((f"moving_{name}", 2, {}, "`training_step` writes `layers.") for name in BUFFERS),  # a warning
             ("moving_biasbyattribute", 4, {**PIPE, "expert_parallel_size": 1}, "balance_bias` differs between"),
             ("flat", 2, {}, "must be that of the samples"),
             ("tight", 1, {"micro_batch_size": 4, "whole_batch_loss": False}, "leave `whole_batch_loss` at 'auto'"),

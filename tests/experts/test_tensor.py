@@ -113,7 +113,7 @@ REFUSED: list[Any] = [
         marks=WIDE,
     ),
     pytest.param(
-        "attending_drop_in", SHARDS, "`mixture.mean_scores`, beside the hidden state, is computed", marks=WIDE
+        "attending_drop_in", SHARDS, "`mixture.choices`, beside the hidden state, is computed", marks=WIDE
     ),
     pytest.param("attending_dropped", SHARDS, "depends on the others of the batch", marks=WIDE),
     pytest.param("attending_chained", T2E2, "depends on what another one has answered", marks=WIDE),

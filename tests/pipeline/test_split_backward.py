@@ -97,5 +97,4 @@ def test_every_linear_of_a_trunk_is_put_off_and_user_code_runs_once(
         assert found["backwards"] == layers * (MICRO_BATCHES + tries), found
         inside = tensor == 1  # a hook on the layer itself is not of what is computed again
         runs = 2 * MICRO_BATCHES if recompute is not None and inside else MICRO_BATCHES  # once, and once again at most
-        tried = 1  # one forward of a micro-batch: the model's code has loops, which may call the layers again
-        assert set(found["forwards"].values()) == {runs + tried}, found
+        assert set(found["forwards"].values()) == {runs}, found  # a trial takes back what it has counted

@@ -35,7 +35,7 @@ def calls_again(context: StepContext, call: Callable[[Any], Any], part: Any) -> 
         call: the step.
         part: the micro-batch.
     """
-    attempt, stages = Attempt(context.module), context.stages
+    attempt, stages = Attempt(context.module, beside=True), context.stages
     eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
     step = PipelineStep(context.schedule(1, forward_only=True), lambda batch, _: call(whole_copy(batch)), [part], TRIAL)
     trial, records = context.streams.trial(), context.recording.step()

@@ -47,8 +47,8 @@ class Traces:
     Args:
         module: the user's module, with all modules in it.
         only: names of those modules in it that count; all by default.
-        beside: also what does not hang on the module: classes, globals, closures. Iterators that are found are replaced
-            by such as can be taken back.
+        beside: also what does not hang on the module: classes, globals, closures, and whether the Trainer is asked to
+            stop. Iterators that are found are replaced by such as can be taken back.
         hooks: where the module keeps hooks, if that is known.
 
     Attributes:
@@ -77,6 +77,8 @@ class Traces:
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
         self._hooks = KeptHooks(hooks or HookTables(module))
         self._compared = [each for each in self._kept if each[0].name not in metrics] if metrics else self._kept
+        self._trainer = getattr(module, "_trainer", None) if beside else None
+        self._stops = self._trainer is not None and self._trainer.should_stop
         self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
 
@@ -136,6 +138,8 @@ class Traces:
 
     def put_back(self, *, hooks: bool = True) -> None:
         """Leave everything as it was, or everything but the modules' hooks."""
+        if self._trainer is not None:
+            self._trainer.should_stop = self._stops
         for _, kept in self._kept:
             kept.put_back(NOT_USERS)
         if hooks:
