@@ -112,9 +112,7 @@ REFUSED: list[Any] = [
         "`tensor_parallel_plan` names 'layers.0.mixture.experts.0.0'",
         marks=WIDE,
     ),
-    pytest.param(
-        "attending_drop_in", SHARDS, "`mixture.choices`, beside the hidden state, is computed", marks=WIDE
-    ),
+    pytest.param("attending_drop_in", SHARDS, "`mixture.choices`, beside the hidden state, is computed", marks=WIDE),
     pytest.param("attending_dropped", SHARDS, "depends on the others of the batch", marks=WIDE),
     pytest.param("attending_chained", T2E2, "depends on what another one has answered", marks=WIDE),
 ]

@@ -74,6 +74,13 @@ def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments:
     assert re.search(SAID[name], f"{found[0].error}{found[0].output}"), found[0].error
 
 
+@pytest.mark.parametrize("name", ["in_batch", "logs_others"])
+def test_messages_of_shared_weights_are_not_taken_for_the_steps_own(name: str) -> None:
+    arguments = {**UNCUT, "weight_sharding": True}
+    found = run_trainers(trained, (1, 2), name, arguments, devices=2, check=False, grace=20.0)
+    assert re.search(SAID[name], f"{found[0].error}{found[0].output}"), found[0].error
+
+
 def test_nothing_is_said_where_the_user_means_each_replicas_own() -> None:
     run_trainers(trained, (1, 2), "in_batch", {"whole_batch_loss": False}, devices=2)
 

@@ -27,6 +27,7 @@ from lightning_megatron.data_parallel.buckets.holders import Sharing
 from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
 from lightning_megatron.data_parallel.buckets.shards import FlatPlacement, ShardPart, place, views
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, start_flat_scatter
+from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.mesh.watch import waits
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -334,7 +335,8 @@ class Bucket:
         if self.weights.separate:
             self.weights.own.copy_(self.weights.master)
         if self.sharing.shards > 1 and self.weights.shown:
-            self.gathering = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
+            with messages_of_weights():
+                self.gathering = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather, after which every weight is the updated one."""

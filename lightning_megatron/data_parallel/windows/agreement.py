@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.mesh.messages.exchange import Numbers
+from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 
 
 class Agreement:
@@ -32,7 +33,8 @@ class Agreement:
         """Tell which window this replica opens, once the last one has been read; collective over the replicas."""
         self.read()
         if self._numbers is not None:
-            self._numbers.start(number)
+            with messages_of_weights():
+                self._numbers.start(number)
             self._told = name, number
 
     def read(self) -> None:
