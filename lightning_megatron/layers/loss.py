@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.layers.bounds import check_bounds
-from lightning_megatron.mesh.autograd import first_order, is_differentiated_twice
+from lightning_megatron.mesh.autograd import differentiating_twice, first_order
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce, reduce_from_group
 from lightning_megatron.mesh.parts.boxes import padded_vocabulary
 
@@ -180,7 +180,7 @@ def vocab_parallel_cross_entropy(
             local_weight = weight.to(values.dtype)[start : start + held]
             total = float(weight.sum())
     picked = factor * (1 - label_smoothing)
-    token_loss = _differentiable_token_loss if is_differentiated_twice() else _TokenLoss.apply
+    token_loss = _differentiable_token_loss if differentiating_twice else _TokenLoss.apply
     loss = cast(Tensor, token_loss(values, classes, start, group, picked, spread, local_weight, total))
     if reduction == "none":
         return loss.view(target.shape).to(dtype)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.mesh.nested import Nested
+
 
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread, so that a module called now is a recomputation."""
@@ -35,24 +37,8 @@ def graph_behind(nodes: Iterable[Any], stops: Callable[[Any], bool] = lambda _: 
             waiting += [following for following, _ in node.next_functions]
 
 
-_depth = 0
-
-
-class differentiating_twice:
-    """Context in which split layers and losses support ``create_graph=True``, which takes more memory; reentrant."""
-
-    def __enter__(self) -> None:
-        global _depth
-        _depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _depth
-        _depth -= 1
-
-
-def is_differentiated_twice() -> bool:
-    """Whether code runs inside :class:`differentiating_twice`."""
-    return _depth > 0
+differentiating_twice = Nested()
+"""Context in which split layers and losses support ``create_graph=True``, which takes more memory."""
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Functions as torch is given them: its own, by attribute, by name, and whether they write; and those of users.
+"""Functions as torch is given them: its own, by attribute, by name, and whether they write; users', and their lines.
 
 ``__torch_function__`` is given torch's. ``Function.apply`` asks a tensor nothing, and is often taken once, ``reverse =
 GradientReversal.apply`` at the top of a file, so that a method put in its place would be passed by. But it asks the
@@ -8,7 +8,9 @@ class below for its own ``apply``, at each call: there one can stand.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_megatron.mesh.replaced import Replacements
+
+_LIBRARIES = ("torch", "lightning", "lightning_megatron", "contextlib", "functools", "importlib")
+
+
+def line_of_user(frame: FrameType | None = None) -> str:
+    """The innermost line of the user's code that runs, as ``file:line``.
+
+    Args:
+        frame: where to look from; the caller's by default.
+    """
+    frame = frame or sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def getters(*names: str) -> list[Any]:

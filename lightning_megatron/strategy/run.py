@@ -140,7 +140,7 @@ class Run:
         )
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
-        self._differentiating: AbstractContextManager[None] = differentiating_twice() if twice else _NOTHING
+        self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
         if not self._fits:
             begin_averages(trainer, self.saving.weights, processes.device, self._on_parts, fits=False)
         self._clipping: HandClipping | None = None

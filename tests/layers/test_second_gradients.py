@@ -42,7 +42,7 @@ def test_a_penalty_on_gradients_is_that_of_whole_layers(mesh, smoothing):
     for name, options in (("up", {}), ("down", {}), ("head", {"output": "logits"})):
         specs |= {f"{name}.{leaf}": entry.spec for leaf, entry in split[name].shard_(group, **options).items()}
     wanted = _penalised(whole, smoothing)
-    with differentiating_twice():
+    with differentiating_twice:
         torch.testing.assert_close(_penalised(split, smoothing), wanted, rtol=1e-12, atol=1e-12)
     for (name, found), other in zip(split.named_parameters(), whole.parameters(), strict=True):
         expected = specs[name].slice_full(other.grad) if name in specs else other.grad

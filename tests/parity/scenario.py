@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from tests import harness
 from tests.harness import RankInfo, run_trainers
 from tests.harness.remember import remembered
 from tests.parity.train import make_trainer
@@ -114,3 +115,12 @@ def differences(path: str, got: Any, expected: Any, tolerance: float) -> Iterato
             yield f"{path}: {got!r} instead of {expected!r}"
     elif got != expected:
         yield f"{path}: {got!r} instead of {expected!r}"
+
+
+def count_as_one_process(trained: Any, name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
+    """Weights and logged values that ``trained`` gives of a module are those of one process with whole batches."""
+    expected = harness.one_process(trained, None, name, {})
+    axes = (arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "context"))
+    found = run_trainers(trained, layout, name, arguments, devices=layout[0] * layout[1] * math.prod(axes))[0]
+    for what in ("weights", "logged"):
+        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 
 from lightning_megatron.strategy.loss.over_replicas import samples_in
 from tests.harness import RankInfo, one_process, run_trainers
-from tests.parity.scenario import Layout, differences, trainer_for
+from tests.parity.scenario import Layout, count_as_one_process, differences, trainer_for
 from tests.strategy.loss_modules import UNLIKE_STEPS, WEIGHED, Unlike
 from tests.strategy.test_losses import trained
 
@@ -44,12 +44,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
 def test_losses_of_replicas_count_as_in_one_process(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
-    expected = one_process(trained, None, name, {})
-    devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
-    devices *= arguments.get("context_parallel_size", 1)
-    found = run_trainers(trained, layout, name, arguments, devices=devices)[0]
-    for what in ("weights", "logged"):
-        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
+    count_as_one_process(trained, name, layout, arguments)
 
 
 LAYOUTS_SAID: list[Any] = [
@@ -105,10 +100,7 @@ def test_nothing_is_said_where_the_user_means_each_replicas_own() -> None:
 def test_replicas_with_unlike_numbers_of_samples_weigh_as_many(
     name: str, layout: Layout, arguments: Mapping[str, Any]
 ) -> None:
-    expected = one_process(trained, None, name, {})
-    found = run_trainers(trained, layout, name, arguments, devices=layout[0] * layout[1])[0]
-    for what in ("weights", "logged"):
-        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
+    count_as_one_process(trained, name, layout, arguments)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import RankInfo, one_process, run_trainers
-from tests.parity.scenario import Layout, differences, trainer_for
+from tests.harness import RankInfo, run_trainers
+from tests.parity.scenario import Layout, count_as_one_process, trainer_for
 from tests.strategy.loss_modules import InBatch, Late, Logs, Sum, Task
 
 WIDE = pytest.mark.wide
@@ -109,10 +109,7 @@ ROWS = [
 def test_whole_batches_of_replicas_count_as_in_one_process(
     name: str, layout: Layout, arguments: Mapping[str, Any]
 ) -> None:
-    expected = one_process(trained, None, name, {})
-    found = run_trainers(trained, layout, name, arguments, devices=layout[0] * layout[1])[0]
-    for what in ("weights", "logged"):
-        assert not list(differences(what, found.value[what], expected[what], 1e-9)), found.output
+    count_as_one_process(trained, name, layout, arguments)
 
 
 @pytest.mark.parametrize("layout", [pytest.param((1, 2), id="dp2"), pytest.param((2, 2), id="pp2xdp2", marks=WIDE)])

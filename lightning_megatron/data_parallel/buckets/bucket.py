@@ -335,7 +335,7 @@ class Bucket:
         if self.weights.separate:
             self.weights.own.copy_(self.weights.master)
         if self.sharing.shards > 1 and self.weights.shown:
-            with messages_of_weights():
+            with messages_of_weights:
                 self.gathering = start_flat_gather(self.weights.flat, self.weights.own, self.sharing.shard_group)
 
     def finish_gather(self) -> None:

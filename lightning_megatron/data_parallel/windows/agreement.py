@@ -33,7 +33,7 @@ class Agreement:
         """Tell which window this replica opens, once the last one has been read; collective over the replicas."""
         self.read()
         if self._numbers is not None:
-            with messages_of_weights():
+            with messages_of_weights:
                 self._numbers.start(number)
             self._told = name, number
 

@@ -32,7 +32,7 @@ from lightning_megatron.layers.multiply.weight_view import (
     gradient_dtype,
     widened_product,
 )
-from lightning_megatron.mesh.autograd import first_order, is_differentiated_twice
+from lightning_megatron.mesh.autograd import differentiating_twice, first_order
 from lightning_megatron.mesh.messages.collectives import (
     copy_to_group,
     gather_for_shards,
@@ -309,7 +309,7 @@ def share_input(
     Returns:
         The whole ``x``, then the local weights, in order.
     """
-    if is_differentiated_twice():
+    if differentiating_twice:
         gathered = x
         if group is not None:
             gathered = copy_to_group(x, group) if dim is None else gather_for_shards(x, dim, group)
@@ -335,7 +335,7 @@ def sharded_product(
     ``bias`` is the parameter, and ``part`` selects the elements that are added. With ``put_off``, weight and bias are
     detached, and the backward passes the factors of their gradients to ``put_off``.
     """
-    if is_differentiated_twice() and products is SIXTEEN_BIT and put_off is None:
+    if differentiating_twice and products is SIXTEEN_BIT and put_off is None:
         return product(x, weight, None if bias is None else part.of(bias))
     return cast(Tensor, _ShardedProduct.apply(products, pending, index, put_off, part, x, weight, bias))
 
@@ -354,7 +354,7 @@ def row_product(
     The forward is an all-reduce; with ``dim`` it is a reduce-scatter, and the output is split along ``dim``. With
     ``put_off``, the parameter is detached, and the backward passes the factors of its gradient to ``put_off``.
     """
-    if is_differentiated_twice() and products is SIXTEEN_BIT and put_off is None:
+    if differentiating_twice and products is SIXTEEN_BIT and put_off is None:
         partial = product(x, operand.of(parameter), None)
         return reduce_from_group(partial, group) if dim is None else scatter_partial(partial, dim, group)
     return cast(Tensor, _RowProduct.apply(products, group, dim, put_off, operand, x, parameter))

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.draws.answers import RUN_CODE, body_of
 from lightning_megatron.mesh.draws.functions import ANSWERS
-from lightning_megatron.mesh.draws.mode import line_that_draws
+from lightning_megatron.mesh.torch_functions import line_of_user
 
 Shape = tuple[int, ...]
 Place = tuple[str, str, Shape | None]
@@ -221,4 +221,4 @@ def _is_met(mentioned: tuple[str, str], place: Place) -> bool:
 
 def _place(func: Any, args: Any) -> Place:
     given = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else None
-    return line_that_draws(), str(getattr(func, "__name__", func)), given
+    return line_of_user(), str(getattr(func, "__name__", func)), given

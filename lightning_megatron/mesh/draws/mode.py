@@ -12,7 +12,6 @@ keeps and restores the state of that generator (recomputation, above all) repeat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -22,13 +21,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lightning_megatron.mesh.draws.global_rows import Batched, Rows, Slice, global_indices
 from lightning_megatron.mesh.draws.places import Known, Lesson, Place
+from lightning_megatron.mesh.torch_functions import line_of_user
 
 Answer = Callable[["LayoutDraws", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 Cutter = Callable[[str, Sequence[int]], Slice | str]
 
 OPTION = "`random_streams='layout'`"
-_OURS = ("torch", "lightning", "lightning_megatron", "contextlib", "importlib")
 _WHOLE = Rows(0, 1, 1)
 
 
@@ -165,7 +164,7 @@ class LayoutDraws(TorchFunctionMode):
             RuntimeError: with the line of the user's code.
         """
         raise RuntimeError(
-            f"`{function}` ({where or line_that_draws()}) draws numbers that {OPTION} cannot make those of one "
+            f"`{function}` ({where or line_of_user()}) draws numbers that {OPTION} cannot make those of one "
             f"process: {why}. Draw them in the data loader, draw by sample in dim 0, or leave `random_streams` out."
         )
 
@@ -173,11 +172,3 @@ class LayoutDraws(TorchFunctionMode):
 def active_draws() -> LayoutDraws | None:
     """What answers draws now; ``None`` where torch's generators do."""
     return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, LayoutDraws)), None)
-
-
-def line_that_draws() -> str:
-    """The line of the user's code that runs."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _OURS:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

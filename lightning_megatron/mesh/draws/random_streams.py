@@ -31,7 +31,7 @@ import torch
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.draws.mode import LayoutDraws
-from lightning_megatron.mesh.draws.same_draws import Drawn
+from lightning_megatron.mesh.draws.same_draws import Drawn, states_of_others
 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
@@ -363,12 +363,6 @@ def collect_rng_state(device: torch.device) -> dict[str, Any]:
         kind, keys, *rest = state["numpy"]
         state["numpy"] = (kind, keys.tolist(), *rest)
     return state
-
-
-def states_of_others() -> tuple[Any, Any]:
-    """What tells whether Python's and NumPy's generators have drawn."""
-    found = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
-    return random.getstate(), (int(found[1][0]), *found[2:])
 
 
 def all_of_others() -> dict[str, Any]:

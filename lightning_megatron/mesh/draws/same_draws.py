@@ -92,7 +92,7 @@ class SameDraws:
         call = self._calls[index]
         self._calls[index] += 1
         own: list[tuple[str, Tensor]] = []
-        begun = _others()
+        begun = states_of_others()
         if index not in self._joins:
             noted: list[Tensor] = []
             self._drawn[index, call] = noted
@@ -107,7 +107,7 @@ class SameDraws:
                 self._seen[index, call] = seen.counts
                 yield
         finally:  # a stage ends its run by raising
-            others = begun, _others()
+            others = begun, states_of_others()
             self.others |= others[0] != others[1]
             self.any |= self.others
             self._compare(index, call, own, others)
@@ -167,7 +167,7 @@ def _given(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
     return _joined(parts, own)
 
 
-def _others() -> tuple[Any, Any]:
+def states_of_others() -> tuple[Any, Any]:
     """What tells how far Python's and NumPy's generators have come."""
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
     return hash(random.getstate()), (int(numpy[1][0]), *numpy[2:])

@@ -6,21 +6,7 @@ share weights, the messages of the layers pass in the same group.
 
 from __future__ import annotations
 
-_depth = 0
+from lightning_megatron.mesh.nested import Nested
 
-
-class messages_of_weights:
-    """Around the start of such messages; reentrant."""
-
-    def __enter__(self) -> None:
-        global _depth
-        _depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _depth
-        _depth -= 1
-
-
-def are_of_weights() -> bool:
-    """Whether code runs inside :class:`messages_of_weights`."""
-    return _depth > 0
+messages_of_weights = Nested()
+"""Around the start of such messages."""

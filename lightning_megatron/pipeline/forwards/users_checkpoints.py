@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_megatron.mesh.autograd import innermost_hooks
+from lightning_megatron.mesh.torch_functions import line_of_user
 
 _HOME = "torch.utils.checkpoint"
-_LIBRARIES = ("torch", "lightning", "lightning_megatron", "contextlib", "functools")
 _layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # what lives as long as a checkpoint's forward -> its layer
 
 
@@ -49,10 +49,8 @@ def check_checkpoint(index: int, name: str) -> None:
 
 
 def _refuse(name: str, frame: FrameType) -> NoReturn:
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
-        frame = frame.f_back
     raise RuntimeError(
-        f"`torch.utils.checkpoint` ({frame.f_code.co_filename}:{frame.f_lineno}) is around several layers of a "
+        f"`torch.utils.checkpoint` ({line_of_user(frame)}) is around several layers of a "
         f"pipeline, `{name}` among them. In the backward it would call them all again, those of other stages too. Make "
         'one checkpoint per layer, with `use_reentrant=False`; or leave it out, and pass `activation_recompute="full"` '
         'or `"selective"` to `MegatronStrategy`.'

@@ -13,7 +13,6 @@ The weights ``w`` are those of the loss, the samples, or what is counted, such a
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,17 +169,6 @@ def counts_for(logs: Mapping[str, Any], part: Any) -> dict[Any, float]:
     """
     ways = {how.weigh for how in logs.values() if isinstance(how, Mean) and callable(how.weigh)}
     return {"sizes": float(batch_size_of(part)), **{way: way(part) for way in ways}}
-
-
-def line_of_user() -> str:
-    """The line of the user's code that runs, as ``file:line``."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-_LIBRARIES = ("torch", "lightning", "lightning_megatron", "contextlib", "functools")
 
 
 def combine(how: Any, values: Tensor, weights: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.strategy.logs.combining import Logged, Mean, combine, line_of_user
+from lightning_megatron.mesh.torch_functions import line_of_user
+from lightning_megatron.strategy.logs.combining import Logged, Mean, combine
 from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls, Shares
 
 _EMPTY = inspect.Parameter.empty

@@ -26,7 +26,7 @@ from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_ten
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
-from lightning_megatron.mesh.messages.of_weights import are_of_weights
+from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import Name, sendable
@@ -68,7 +68,7 @@ class SeesGroup(TorchDispatchMode):
         self._group, self.gathers = group, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        own = func.namespace == "c10d" and not are_of_weights()
+        own = func.namespace == "c10d" and not messages_of_weights
         if self._group is not None and own:  # a gather may be sent as messages between pairs
             self.gathers |= any(group.group_name == self._group.group_name for group in _groups_in(args))
         return func(*args, **dict(kwargs or {}))
