@@ -152,7 +152,14 @@ class Vector(Sometimes):
         return x * torch.empty(x.shape[-1], dtype=x.dtype).bernoulli_(0.8)
 
 
-KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once, Coins, Sometimes, Mixup, Vector)}
+class Each(Sometimes):
+    """Draws a number for each sample, one after the other."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return torch.stack([row * torch.rand((), dtype=x.dtype) for row in x])
+
+
+KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once, Coins, Sometimes, Mixup, Vector, Each)}
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -229,6 +236,12 @@ def test_what_each_micro_batch_has_drawn_for_the_batch_is_refused() -> None:
         said = " ".join(f"{outcome.error}\n{outcome.output}".split())
         assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
         assert "`bernoulli_` in" in said and "which each micro-batch has drawn for itself" in said, said
+
+
+def test_numbers_that_samples_of_micro_batches_have_shared_are_said() -> None:
+    (outcome,) = run_trainers(fit, "Each", {"micro_batch_size": 2}, devices=1, check=False, grace=20.0)
+    said = " ".join(f"{outcome.error}\n{outcome.output}".split())  # a warning is an error here
+    assert "`rand` in" in said and "all micro-batches had the same" in said, said
 
 
 def test_lines_that_draw_are_found_in_what_a_step_calls() -> None:

@@ -19,7 +19,7 @@ import contextlib
 import dis
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ class BatchDraws(TorchFunctionMode):
         self._device, self._seed = device, seed
         self.is_on = False
         self._mentioned: set[tuple[str, str]] = set()
-        self._met_late, self._asked, self._notes = set[Place](), 0, False
+        self._met_late, self._guessed = set[Place](), set[Place]()
+        self._asked, self._notes = 0, False
         self._shapes: dict[Place, set[Shape]] = {}
         self._segment, self._number = (0, 0), 0
         self._entered: set[int] = set()
@@ -118,8 +119,8 @@ class BatchDraws(TorchFunctionMode):
         self._asked += asks
         return asks
 
-    def learn(self, seen: Iterable[Place], of_batch: Iterable[Draw]) -> None:
-        """Take note of what trials have seen.
+    def learn(self, seen: Iterable[Place], of_batch: Collection[Draw]) -> list[Place]:
+        """Take note of what trials have seen; gives what was taken for the batch's in steps before, and is not.
 
         Args:
             seen: where anything is drawn.
@@ -128,8 +129,11 @@ class BatchDraws(TorchFunctionMode):
         Raises:
             RuntimeError: in a step before, micro-batches have each drawn for themselves what is for the batch.
         """
-        late = set(self._met_late)
+        late, drawn, shared = set(self._met_late), {place for place, _ in of_batch}, list[Place]()
         for place in seen:
+            if place in self._guessed - drawn:
+                shared.append(place)
+            self._guessed.discard(place)
             self._shapes.setdefault(place, set())
             self._met_late.discard(place)
             self._mentioned = {one for one in self._mentioned if not _is_met(one, place)}
@@ -143,6 +147,7 @@ class BatchDraws(TorchFunctionMode):
                     "step, in front of the condition; or pass `MegatronStrategy(whole_batch_loss=True)`, with which "
                     "batches stay whole, or `whole_batch_loss=False`, if each micro-batch's own is meant."
                 )
+        return shared
 
     @contextlib.contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
@@ -191,6 +196,7 @@ class BatchDraws(TorchFunctionMode):
             generator.manual_seed(seed)
         output = func(*args, **given)
         if isinstance(output, Tensor) and tuple(output.shape) in shapes:
+            self._guessed.update([place] if place in self._met_late else ())
             self._go_to(state)
             self._met[key], self._number = (
                 (seed, number),

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.mesh.draws.batch_draws import BatchDraws
+from lightning_megatron.mesh.draws.batch_draws import BatchDraws, Place
 from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.draws.mode import LayoutDraws
 from lightning_megatron.mesh.draws.same_draws import Drawn, states_of_others
@@ -93,13 +93,16 @@ class SegmentStreams:
         self.of_batch = BatchDraws(device, self._seed_for_batch)
         self._entered, self._alike, self._before = set[int](), False, False
 
-    def learn(self, told: Sequence[Drawn], *, training: bool = True) -> None:
-        """Take note of what a trial of a step has seen, told by all ranks; nothing where its batch runs uncut."""
-        for one in told:
-            self.of_batch.learn(one.places, one.of_batch)
+    def learn(self, told: Sequence[Drawn], *, training: bool = True) -> list[Place]:
+        """Take note of what a trial of a step has seen, told by all ranks; nothing where its batch runs uncut.
+
+        Gives what :meth:`.BatchDraws.learn` gives.
+        """
+        shared = [place for one in told for place in self.of_batch.learn(one.places, one.of_batch)]
         self._others_seen |= any(one.others for one in told)
         if told and training:
             self.others_in_layers = self._others_seen
+        return shared
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and the number of training and evaluation steps so far; equal on all ranks."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+from lightning_megatron.mesh.draws.batch_draws import Place
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
@@ -189,6 +190,20 @@ def warn_of_logged(before: Reading, now: Reading, step: int) -> None:
             f"step {step} logged {', '.join(f'`{name}`' for name in names)} as the mean of its micro-batches, which is "
             "not the value of the batch: in all of them it had been the same before. From now on it is put together "
             "as the batch would give it."
+        )
+
+
+def warn_of_shared_draws(places: Iterable[Place]) -> None:
+    """Say that micro-batches had the same numbers in steps before, where one process draws each sample's own.
+
+    Args:
+        places: that have drawn them.
+    """
+    for line, function, _ in places:
+        rank_zero_warn(
+            f"`{function}` in {line} draws single numbers, and not one for the batch; in the steps before this that "
+            "drew them all micro-batches had the same, as a condition had kept them out of the steps that were tried. "
+            "Draw them in every step, in front of the condition, or in one call for all samples."
         )
 
 

@@ -49,6 +49,7 @@ from lightning_megatron.strategy.loss.said import (
     say_statistics,
     warn_of_earlier_steps,
     warn_of_logged,
+    warn_of_shared_draws,
 )
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
@@ -275,7 +276,7 @@ class LossTrials:
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
-        self._streams.learn([one.draws for one in told] if cut else [])
+        warn_of_shared_draws(self._streams.learn([one.draws for one in told] if cut else []))
         self._unsure = any(one.unsure for one in told)
         if due:  # replicas may have unlike numbers of micro-batches
             few = min(one.joins for one in told) == 1
