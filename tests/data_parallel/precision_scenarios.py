@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning_megatron.models import CausalLanguageModel, DecoderConfig
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from tests.data_parallel.sharing_scenarios import SharedTask, Watch
 from tests.harness import RankInfo, ReusedProcesses
+from tests.harness.memory import live_storages
 from tests.models.scenarios import Losses
 from tests.parity.train import make_trainer
 
@@ -141,28 +141,18 @@ class Bulk(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _storages() -> dict[int, torch.UntypedStorage]:
-    """The storages that live tensors lie in, by address."""
-    gc.collect()
-    found = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and each.device.type == "cpu" and not each.is_sparse:
-            found[each.untyped_storage().data_ptr()] = each.untyped_storage()
-    return found
-
-
 def bytes_held(
     info: RankInfo, sizes: Sizes, precision: str, options: dict[str, Any], accumulate: int
 ) -> dict[str, Any]:
     """Bytes of all live tensors that belong to training, by storage, after a step; activations are gone by then."""
-    earlier = _storages()  # of tests that this process has run; kept, so that no address is given out again
+    earlier = live_storages()  # of tests that this process has run; kept, so that no address is given out again
     trainer = _trainer(info, sizes, precision, options, max_epochs=2, accumulate_grad_batches=accumulate)
     module = Bulk()
     found: dict[str, int] = {}
 
     def count(*_: Any) -> None:
         data = sum(batch.nbytes for batch in module.trainer.train_dataloader.dataset)
-        found["bytes"] = sum(s.nbytes() for place, s in _storages().items() if place not in earlier) - data
+        found["bytes"] = sum(s.nbytes() for place, s in live_storages().items() if place not in earlier) - data
 
     module.on_train_batch_start = lambda *_: None  # type: ignore[method-assign, assignment]
     module.on_train_epoch_end = count  # type: ignore[method-assign]

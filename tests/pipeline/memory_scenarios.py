@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from tests.harness import RankInfo
+from tests.harness.memory import live_storages
 from tests.parity.scenario import trainer_for
 from tests.parity.zoo.blocks import Block
 from tests.parity.zoo.data import VOCABULARY
@@ -100,24 +100,14 @@ def activations(
     return {"in_flight": counter.most / one, "left": counter.left, "one": one}
 
 
-def storages() -> dict[int, int]:
-    """Bytes of all memory of tensors in this process, by its address."""
-    gc.collect()
-    found = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and each.device.type == "cpu":  # isinstance would wake lazy proxies
-            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-    return found
-
-
 class HeldAtStart(Callback):
     """Measures all tensors that the process holds when training starts, beside those of earlier runs in it."""
 
     def __init__(self) -> None:
-        self.before = set(storages())
+        self.before = live_storages()  # kept, so that no address is given out again
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.tensor_bytes = sum(size for place, size in storages().items() if place not in self.before)
+        self.tensor_bytes = sum(found.nbytes() for place, found in live_storages().items() if place not in self.before)
         own = type(pl_module).named_parameters  # the module's lists those of all stages in a hook that counts them
         self.owned = sum(parameter.numel() for _, parameter in own(pl_module))
         self.names = [name for name, _ in own(pl_module, remove_duplicate=False)]
