@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 from lightning_megatron.mesh.default_group import of_this_thread
 from lightning_megatron.mesh.draws.random_streams import current_rng_state, restore_rng_state
+from lightning_megatron.mesh.precisions import RunningPrecision
 from lightning_megatron.pipeline.repeated.wire import Wire
 
 _NOBODY = -1
@@ -200,8 +201,7 @@ class _Surroundings:
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        self._autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._precision = RunningPrecision.now()
         self._modes, self._dispatches = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._replicas = of_this_thread()
@@ -215,8 +215,7 @@ class _Surroundings:
                 torch.cuda.set_device(self._device)
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._gradients))
-            for kind, dtype in self._autocasts:
-                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(self._precision.entered())
             for mode in self._modes:
                 stack.enter_context(mode)
             for dispatch in self._dispatches:
