@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.harness import RankInfo, run_trainers
 from tests.parity.scenario import Layout, count_as_one_process, trainer_for
-from tests.strategy.loss_modules import InBatch, Late, Logs, Sum, Task
+from tests.strategy.loss_modules import LENGTH, InBatch, Late, Logs, Sum, Task
 
 WIDE = pytest.mark.wide
 
@@ -46,6 +46,42 @@ class Twice(Task):
         return 0.5 * other + 0.5 * torch.nn.functional.cross_entropy(logits[kept] - slope[kept], y[kept])
 
 
+class Carries(Task):
+    """A sample goes on from what the one in its place has left in the step before."""
+
+    left: Tensor | None = None
+
+    def each(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        logits = self(x) if self.left is None else self(x) + 0.5 * self.earlier(self.left)
+        self.left = self.forwarded(logits.detach())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), **options)
+
+    def forwarded(self, logits: Tensor) -> Tensor:
+        """What is left for the next step."""
+        return logits
+
+    def earlier(self, left: Tensor) -> Tensor:
+        """What is made of it."""
+        return left
+
+
+class CarriesTokens(Carries):
+    """As rows of tokens, one sample behind the other."""
+
+    def forwarded(self, logits: Tensor) -> Tensor:
+        return logits.flatten(0, 1)
+
+    def earlier(self, left: Tensor) -> Tensor:
+        return left.view(-1, LENGTH, left.shape[-1])
+
+
+class Averages(Carries):
+    """Every sample goes on from what all have left."""
+
+    def earlier(self, left: Tensor) -> Tensor:
+        return left.mean(0)
+
+
 class LateKeeps(Keeps, Late):
     """Nothing is ignored in the first batch."""
 
@@ -67,6 +103,7 @@ class LogsKept(Keeps, Logs):
 
 MODULES: dict[str, type[Task]] = {
     **{kind.__name__: kind for kind in (Keeps, Stops, Twice, LateKeeps, SumStops, TwiceStops, LogsKept)},
+    **{kind.__name__: kind for kind in (Carries, CarriesTokens, Averages)},
     **{kind.__name__: kind for kind in (Task, Late, Sum, InBatch)},
 }
 
@@ -86,7 +123,12 @@ CUT: dict[str, Any] = {"micro_batch_size": 2}
 WHOLE: dict[str, Any] = {**CUT, "whole_batch_loss": True}
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if (name, layout, arguments) in EVERYDAY else WIDE)
-    for EVERYDAY in [[("Keeps", (1, 2), CUT), ("Stops", (2, 2), CUT), ("Twice", (2, 2), CUT), ("Task", (2, 2), WHOLE)]]
+    for EVERYDAY in [
+        [
+            *(("Keeps", (1, 2), CUT), ("Stops", (2, 2), CUT), ("Twice", (2, 2), CUT), ("Task", (2, 2), WHOLE)),
+            ("Carries", (1, 2), CUT),
+        ]
+    ]
     for names, layouts in (
         (
             ("Keeps", "Stops", "Twice", "LateKeeps", "SumStops", "TwiceStops", "LogsKept"),
@@ -97,6 +139,10 @@ ROWS = [
                 ((2, 2), {**CUT, "pipeline_schedule": "zb-v"}),
                 ((2, 1), CUT),
             ),
+        ),
+        (
+            ("Carries", "CarriesTokens"),
+            (((1, 2), CUT), ((1, 2), {}), ((1, 4), {}), ((1, 8), {"micro_batch_size": 1}), ((2, 2), CUT)),
         ),
         (("Task", "Late", "Sum"), (((1, 2), WHOLE), ((2, 2), WHOLE), ((1, 2), {"whole_batch_loss": True}))),
     )
@@ -117,4 +163,24 @@ def test_a_loss_of_each_replicas_whole_batch_is_said(layout: Layout) -> None:
     """Also where the user has said that it is one of the whole batch: one process has that of all replicas."""
     found = run_trainers(trained, layout, "InBatch", WHOLE, devices=layout[0] * layout[1], check=False, grace=20.0)
     said = r"two parts of a batch at once, .* it depends on which samples it sees together. Each of the 2 replicas"
+    assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ((1, 2), CUT),
+        pytest.param((1, 2), {}, marks=WIDE),
+        pytest.param((1, 8), {"micro_batch_size": 1}, marks=WIDE),
+        pytest.param((2, 2), CUT, marks=WIDE),
+    ],
+    ids=str,
+)
+def test_a_step_that_averages_what_a_replicas_samples_have_left_is_said(
+    layout: Layout, arguments: Mapping[str, Any]
+) -> None:
+    """The second step is tried with the values of the samples of each part."""
+    devices = layout[0] * layout[1]
+    found = run_trainers(trained, layout, "Averages", arguments, devices=devices, check=False, grace=20.0)
+    said = r"two parts of a batch at once, .* it depends on which samples it sees together. Each of the \d replicas"
     assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error

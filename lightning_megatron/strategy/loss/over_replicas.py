@@ -27,6 +27,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
+from lightning_megatron.strategy.loss.kept_rows import KeptRows
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import Name, sendable
@@ -45,11 +46,13 @@ class TriedParts(NamedTuple):
     Attributes:
         whole: all of their samples.
         parts: two or more.
+        size: samples of this replica's batch.
         borrowed: whether they are those of two replicas.
     """
 
     whole: Any
     parts: list[Any]
+    size: int
     borrowed: bool = False
 
 
@@ -85,6 +88,7 @@ class OverReplicas:
     Attributes:
         group: the replicas.
         unseen: whether this replica's batch looks like none before.
+        kept: what the step keeps of each sample for the next.
         counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
             no message has told.
     """
@@ -92,7 +96,7 @@ class OverReplicas:
     def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module) -> None:
         self._mesh, self._device, self._module = mesh, device, module
         self.group = mesh.group("data_parallel")
-        self.unseen = False
+        self.unseen, self.kept = False, KeptRows()
         self.counted: tuple[Callable[[Any], float], float] | None = None
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
@@ -144,12 +148,13 @@ class OverReplicas:
             cut: whether the batch runs in micro-batches.
 
         Returns:
-            Their names, and whether there are others that have a row for each sample.
+            Their names, and whether there are others that have a row for each sample, which this trial did not cut.
         """
         changes = tried.changes(0)
         lasting = traces.lasting(set(changes)) | {name for name, (kind, *_) in kinds.items() if kind in _GROWS}
         rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
+        self.kept.learn(dict(zip(rows, tried.traces.tables(list(rows)), strict=True)))
         mine: dict[Name, list[Name]] = {}
         for name in changes:
             mine.setdefault(sendable(name, self._module), []).append(name)
@@ -158,7 +163,7 @@ class OverReplicas:
             others = (said for said, names in mine.items() if any(kinds.get(name) != ("same",) for name in names))
             metric = tried.mixed_metric(cut=cut)
             found = list(dict.fromkeys([*found, *others, *traces.weights.unlike, *([metric] if metric else [])]))
-        return found, bool(rows)
+        return found, bool(rows.difference(tried.kept.names))
 
     def say(
         self, before: Reading, found: Finding, now: Reading, own: Sequence[tuple[list[Name], bool]], *, cut: bool
@@ -188,14 +193,14 @@ class OverReplicas:
         size = least // count
         if size and not apart:
             parts = [samples_of(batch, size * place, size * (place + 1)) for place in range(count)]
-            return TriedParts(samples_of(batch, 0, size * count), parts)
+            return TriedParts(samples_of(batch, 0, size * count), parts, batch_size_of(batch))
         if least > _MANY:
             return None
         told = objects.gather(map_tensors(batch, Tensor.cpu), self.group)[:2]
         one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
         both = joined(one, other)
         found = both is not None and all(objects.gather(both is not None, world))
-        return TriedParts(both, [one, other], borrowed=True) if found else None
+        return TriedParts(both, [one, other], batch_size_of(batch), borrowed=True) if found else None
 
 
 def samples_in(batch: Any) -> int:

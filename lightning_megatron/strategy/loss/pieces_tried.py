@@ -23,6 +23,7 @@ from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
+from lightning_megatron.strategy.loss.kept_rows import NOTHING_KEPT, RowsOfPieces
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import candidates
@@ -82,13 +83,14 @@ class Joins:
     Attributes:
         pieces: in the order in which they run.
         joins: place of two or four at once among the pieces -> places of the one, the other, ...
+        first: number of the first sample of the pieces in the batch.
     """
 
     def __init__(self, batch: Any, parts: Sequence[Any], sample: int | None = None) -> None:
         ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
         found = _pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
         start = max(0, min(found - 1, len(parts) - _PARTS))
-        self.pieces = [parts[start]]
+        self.pieces, self.first = [parts[start]], ends[start]
         self.joins: dict[int, tuple[int, ...]] = {}
         for index in range(start + 1, min(start + _PARTS, len(parts))):
             last = len(self.pieces)
@@ -122,8 +124,10 @@ class Tried:
         counts_as: how many micro-batches the logs of each piece are told that there are.
         around: each run.
         is_foreign: see :class:`.SameDraws`.
+        kept: of the samples of earlier steps, cut for each piece.
 
     Attributes:
+        kept: see above.
         recorders: by piece, of what it logs.
         failed: why it does not run on one of them, as far as the code behind the layers is concerned; or "".
     """
@@ -138,9 +142,10 @@ class Tried:
         counts_as: int = 1,
         around: AbstractContextManager[Any] | None = None,
         is_foreign: Callable[[int], bool] = lambda _: False,
+        kept: RowsOfPieces = NOTHING_KEPT,
     ) -> None:
         self._around = nullcontext() if around is None else around
-        self._counts_as = counts_as
+        self._counts_as, self.kept = counts_as, kept
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = SameDraws(joins.joins, is_foreign), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
@@ -153,7 +158,7 @@ class Tried:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             weights = self.traces.weights.noted()
             recording = self._recording.step(self._counts_as)
-            with recording as recorder, self.draws.run(index), self._around, weights, eager:
+            with recording as recorder, self.kept.of(index), self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
                 return map_tensors(self._call(whole_copy(part)), torch.detach)
         except Exception as error:

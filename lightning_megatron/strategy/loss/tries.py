@@ -40,6 +40,7 @@ from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
+from lightning_megatron.strategy.loss.kept_rows import NOTHING_KEPT
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried
@@ -148,7 +149,7 @@ class LossTrials:
         pieces: TriedParts | None = None
         cut = len(parts) > 1 and not (why == "counts" and self._weighs_whole(parts))
         if cut:
-            pieces = TriedParts(batch, list(parts))
+            pieces = TriedParts(batch, list(parts), batch_size_of(batch))
         elif self.replicas is not None:
             pieces = self.replicas.pieces_of(batch, apart=why == "counts")
         due = self._steps >= self._next
@@ -248,7 +249,12 @@ class LossTrials:
         foreign, watched, passes = self._streams.is_foreign, self._streams.of_batch, self._passes()
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
         around = middle or sees
-        tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, is_foreign=foreign)
+        kept = NOTHING_KEPT
+        if self.replicas is not None:
+            kept = self.replicas.kept.of(
+                joins.rows(), of.size, joins.first, self.replicas.group if of.borrowed else None
+            )
+        tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, is_foreign=foreign, kept=kept)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows
@@ -281,6 +287,8 @@ class LossTrials:
         if due:  # replicas may have unlike numbers of micro-batches
             few = min(one.joins for one in told) == 1
             self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
+        if any(by_sample for _, by_sample in (one.own for one in told)) and self._steps <= _UNSETTLED:
+            self._next = self._steps + 1
         self._take(tried, kinds, middle, next((one.turns for one in told if one.turns), ""))
         could, self.around = self.around, self.around and not cut and why == "counts"
         if self.replicas is not None:
