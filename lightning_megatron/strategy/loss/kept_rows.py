@@ -49,7 +49,7 @@ class KeptRows:
             borrowed: the replicas, if the pieces are the batches of the first two of them.
         """
         values = {name: table.values.get(key) for name, (table, key) in self.places.items()}
-        fit = {name: value for name, value in values.items() if _has_rows(value, size)}
+        fit = {name: value for name, value in values.items() if isinstance(value, Tensor) and _has_rows(value, size)}
         if borrowed is not None:
             told = objects.gather({name: value.detach().cpu() for name, value in fit.items()}, borrowed)[:2]
             both = {name: [each.get(name) for each in told] for name in fit}
@@ -86,7 +86,7 @@ class RowsOfPieces:
 NOTHING_KEPT = RowsOfPieces({}, 1, ())
 
 
-def _has_rows(value: Any, size: int) -> bool:
+def _has_rows(value: Tensor, size: int) -> bool:
     return type(value) is Tensor and value.ndim > 0 and size > 0 and len(value) > 0 and len(value) % size == 0
 
 

@@ -335,8 +335,10 @@ class LossTrials:
             why = tried.verdict(self._device, lambda loss: narrowest(loss, self._device))
             return Outcome(StepLogs([], torch.zeros(0, 3, dtype=torch.float64, device=self._device)), output=[why])
 
-        why = self._stages.outcome(judged, TRIAL).output[0]
+        judgement = self._stages.outcome(judged, TRIAL).output
         self._stages.settle()
+        self.again = isinstance(judgement, StartOver)
+        why = "the step calls them more than once" if isinstance(judgement, StartOver) else judgement[0]
         # What is of the whole batch, such as its size, does not fit the runs on micro-batches.
         kept = traces.lasting(tried.before).difference(traces.buffers, self._written.slots)
         if state := min(map(spelled, kept), default=""):
