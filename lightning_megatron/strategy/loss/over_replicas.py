@@ -27,8 +27,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
-from lightning_megatron.strategy.loss.kept_rows import KeptRows
-from lightning_megatron.strategy.loss.pieces_tried import Tried
+from lightning_megatron.strategy.loss.pieces_tried import KeptRows, Tried
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import Name, sendable
 from lightning_megatron.strategy.loss.traces import Traces

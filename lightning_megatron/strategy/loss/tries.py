@@ -40,10 +40,9 @@ from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
-from lightning_megatron.strategy.loss.kept_rows import NOTHING_KEPT
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried
+from lightning_megatron.strategy.loss.pieces_tried import NOTHING_KEPT, Joins, RowsOfPieces, ToldOfTrial, Tried
 from lightning_megatron.strategy.loss.said import (
     say_around,
     say_reading,
@@ -249,11 +248,7 @@ class LossTrials:
         foreign, watched, passes = self._streams.is_foreign, self._streams.of_batch, self._passes()
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
         around = middle or sees
-        kept = NOTHING_KEPT
-        if self.replicas is not None:
-            kept = self.replicas.kept.of(
-                joins.rows(), of.size, joins.first, self.replicas.group if of.borrowed else None
-            )
+        kept = self._kept_of(joins, of)
         tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, is_foreign=foreign, kept=kept)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
@@ -284,11 +279,7 @@ class LossTrials:
         self.reading = before.after(found)
         warn_of_shared_draws(self._streams.learn([one.draws for one in told] if cut else []))
         self._unsure = any(one.unsure for one in told)
-        if due:  # replicas may have unlike numbers of micro-batches
-            few = min(one.joins for one in told) == 1
-            self._next = self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
-        if any(by_sample for _, by_sample in (one.own for one in told)) and self._steps <= _UNSETTLED:
-            self._next = self._steps + 1
+        self._next = self._next_time(told) if due or any(one.own[1] for one in told) else self._next
         self._take(tried, kinds, middle, next((one.turns for one in told if one.turns), ""))
         could, self.around = self.around, self.around and not cut and why == "counts"
         if self.replicas is not None:
@@ -306,6 +297,19 @@ class LossTrials:
             warn_of_logged(before, self.reading, self._steps - 1)
         if not cut:
             self._stages.release()
+
+    def _kept_of(self, joins: Joins, of: TriedParts) -> RowsOfPieces:
+        """What steps before have kept of the samples of a trial. Collective over the replicas, where it is of two."""
+        if self.replicas is None:
+            return NOTHING_KEPT
+        return self.replicas.kept.of(joins.rows(), of.size, joins.first, self.replicas.group if of.borrowed else None)
+
+    def _next_time(self, told: Sequence[ToldOfTrial]) -> int:
+        """The step that is tried anyhow, after one that was."""
+        if any(by_sample for _, by_sample in (one.own for one in told)) and self._steps <= _UNSETTLED:
+            return self._steps + 1  # with what this one will have kept of its samples
+        few = min(one.joins for one in told) == 1  # replicas may have unlike numbers of micro-batches
+        return self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
 
     def _take(self, tried: Tried, kinds: Mapping[Name, Kinds], middle: Middle | None, turns: str) -> None:
         """Take note of what a step writes, at its end and in the middle of it."""
