@@ -147,6 +147,24 @@ def test_weights_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
+    ("layout", "options", "trainer"),
+    [
+        row("dp2-routed", (1, 2, 1), {}, ADDED_UP, wide=False),
+        row("dp4 in twos-routed", (1, 4, 1), {"weight_sharding": {"shard": 2}}, {}),
+        row("pp2xdp2-routed", (2, 2, 1), {"micro_batch_size": 2}, ADDED_UP),
+        row("pp2xdp2-routed, zb-v", (2, 2, 1), {"micro_batch_size": 2, "pipeline_schedule": "zb-v"}, {}),
+        row("dp2-routed, recomputed", (1, 2, 1), {"activation_recompute": "full"}, {}),
+        row("dp2-routed, to the end", (1, 2, 1), {"weight_sharding": {"free": "step"}, "micro_batch_size": 2}, {}),
+        row("dp2-routed, summed", (1, 2, 1), {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2}, {}),
+    ],
+)
+def test_weights_without_a_gradient_on_some_replicas_keep_the_order_of_messages(
+    layout: tuple[int, int, int], options: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    check(Setup(layout, {**SPREAD, **options}, trainer), "routed")
+
+
+@pytest.mark.parametrize(
     ("module", "layout", "trainer"),
     [
         row("strange", "strange", (1, 2, 1), {}, wide=False),

@@ -148,6 +148,32 @@ class Tied(SharedTask):
         return loss + aside
 
 
+class Chosen(nn.Module):
+    """A layer's MLP, beside experts of which each sample chooses one."""
+
+    def __init__(self, mlp: nn.Module, width: int) -> None:
+        super().__init__()
+        self.mlp, self.experts = mlp, nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x)
+        index = x[:, 0, :4].argmax(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (index == number).nonzero().squeeze(-1)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+class Routed(SharedTask):
+    """Has weights in its layers that get no gradient on some replicas, others on each."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        for layer in self.net.transformer.h:
+            layer.mlp = Chosen(layer.mlp, layer.ln_1.weight.numel())
+
+
 class _Extension(torch.autograd.Function):
     """A product in C++, of which torch's functions know nothing."""
 
@@ -275,6 +301,7 @@ MODULES: dict[str, Any] = {
     "hooked": Hooked,
     "adapted": Adapted,
     "tied": Tied,
+    "routed": Routed,
     "unreported": Unreported,
     "validated": Validated,
     "validated twice": ValidatedTwice,

@@ -57,3 +57,12 @@ def copy_arrived(bucket: Bucket) -> None:
         torch._foreach_copy_([view for view, _ in pairs], [p.grad for _, p in pairs])  # type: ignore[misc]
     for view, parameter in pairs:
         parameter.grad = view
+
+
+def changed_dtype(name: str, before: torch.dtype, now: torch.dtype) -> str:
+    """What is said where a parameter's dtype changed after its bucket was made."""
+    return (
+        f"`{name}` was {before} when the run began and is {now} since a forward: code of the module converts its "
+        "weights there, after optimizers and gradients were laid out. Convert it in `__init__`, or let both be of one "
+        "dtype (Switch Transformers: `config.router_dtype`)."
+    )

@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook, copy_arrived
+from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook, changed_dtype, copy_arrived
 from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket, Piece, WeightLayout, make_bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
 from lightning_megatron.data_parallel.buckets.holders import Sharing
+from lightning_megatron.data_parallel.buckets.launches import Launches
 from lightning_megatron.data_parallel.buckets.rebound import adopt, point_back
 from lightning_megatron.data_parallel.buckets.shard_sums import ShardSums
 
@@ -84,7 +85,7 @@ class GradientBuckets:
         self._own: list[Bucket] = []
         self._tied: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, int]] = {}
-        self._next_launch = 0
+        self._launches = Launches(self._launch)
         self._under_way: list[Bucket] = []
         self.on_arrival: Callable[[Bucket, int], None] | None = None
         self._build()
@@ -148,7 +149,7 @@ class GradientBuckets:
         self._final = False
         self._rests = fresh is not None
         self._wake(True)
-        self._next_launch = 0
+        self._launches.begin()
         self._divide_by = divide_by * scale
         late = once and reduce
         others = self._begin_sums(fresh, scale * divide_by)
@@ -207,6 +208,22 @@ class GradientBuckets:
         if final and self._reduce and self._replicas.group is not None:
             self._wake(final)
 
+    def pace(self, paced: bool) -> None:
+        """Let sums start at :meth:`launch` from now on, or as soon as they can."""
+        self._launches.paced = paced
+        if not paced:
+            self.launch(len(self._own))
+
+    @property
+    def complete(self) -> int:
+        """How many sums could start, in their order, where replicas pace each other."""
+        return self._launches.complete(self._own) if self._launches.paced and self._reduce and self._final else 0
+
+    def launch(self, count: int) -> None:
+        """Start the sums of the first ``count`` buckets, as far as they are complete; collective over their holders."""
+        if self._reduce and self._final:
+            self._launches.start(self._own, count)
+
     def _wake(self, which: bool | frozenset[int]) -> None:
         chosen = list(self._asleep) if which is True else [key for key in self._asleep if which and key in which]
         for key in chosen:
@@ -241,6 +258,7 @@ class GradientBuckets:
             self._under_way = []
             for exchange in flags:
                 exchange.finish()
+        self._final = False
         self.publish()
 
     def publish(self) -> None:
@@ -322,7 +340,7 @@ class GradientBuckets:
             except RuntimeError as error:
                 if parameter.dtype == view.dtype:
                     raise
-                raise RuntimeError(_changed(bucket.names[index], view.dtype, parameter.dtype)) from error
+                raise RuntimeError(changed_dtype(bucket.names[index], view.dtype, parameter.dtype)) from error
         bucket.touched[index] = True
         if bucket.launched and self._reduce and not bucket.shared:
             raise RuntimeError(
@@ -336,18 +354,9 @@ class GradientBuckets:
         final = self._final is True or (self._final and id(parameter) in self._final)
         if final and self._reduce and not bucket.shared:
             bucket.ready.add(index)
-            if len(bucket.ready) == len(bucket.parameters):
-                self._launch_complete()
+            if len(bucket.ready) == len(bucket.parameters) and not self._launches.paced:
+                self._launches.start(self._own, len(self._own))
         return False
-
-    def _launch_complete(self) -> None:
-        while self._next_launch < len(self._own):
-            bucket = self._own[self._next_launch]
-            if len(bucket.ready) < len(bucket.parameters) and not bucket.adds:
-                return
-            if not bucket.adds:
-                self._launch(bucket)
-            self._next_launch += 1
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched = True
@@ -375,7 +384,7 @@ class GradientBuckets:
         bucket.start_sum(self._reduce_dtype)
         if bucket.shard_only:
             self._under_way.append(bucket)
-            if len(self._under_way) > 2:
+            if len(self._under_way) > (1 if self._launches.paced else 2):  # where they start a layer later
                 self._complete(self._under_way.pop(0))
 
     def _complete(self, bucket: Bucket) -> None:
@@ -386,11 +395,3 @@ class GradientBuckets:
             bucket.let_go()
         if self._divide_by != 1:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
-
-
-def _changed(name: str, before: torch.dtype, now: torch.dtype) -> str:
-    return (
-        f"`{name}` was {before} when the run began and is {now} since a forward: code of the module converts its "
-        "weights there, after optimizers and gradients were laid out. Convert it in `__init__`, or let both be of one "
-        "dtype (Switch Transformers: `config.router_dtype`)."
-    )

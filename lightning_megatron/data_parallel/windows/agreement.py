@@ -7,6 +7,9 @@ the opening before, so it can be finished whatever the others do, and what they 
     open 1   tell 1         finish 1,           begin 2
     open 2   read 1, tell 2, finish 2,          begin 3        another replica opens 3 here: both learn it, at the
     open 3   read 2: an error                                  latest when they open their next window
+
+With the window they tell how many of their gradients' buckets are complete, and what has been read says how many sums
+start there, on all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
+from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.mesh.messages.exchange import Numbers
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 
@@ -23,9 +27,12 @@ class Agreement:
 
     Args:
         buckets: of any of the windows.
+        windows: how many there are.
+        gradients: whose sums start between the messages of the windows.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], windows: int = 1, gradients: GradientBuckets | None = None) -> None:
+        self._windows, self._gradients = max(windows, 1), gradients
         self._numbers = Numbers(buckets[0].sharing.shard_group, buckets[0].parameters[0].device) if buckets else None
         self._told: tuple[str, int] | None = None
 
@@ -33,8 +40,9 @@ class Agreement:
         """Tell which window this replica opens, once the last one has been read; collective over the replicas."""
         self.read()
         if self._numbers is not None:
+            complete = self._gradients.complete if self._gradients is not None else 0
             with messages_of_weights:
-                self._numbers.start(number)
+                self._numbers.start(number + self._windows * complete)
             self._told = name, number
 
     def read(self) -> None:
@@ -46,9 +54,12 @@ class Agreement:
         if self._told is None or self._numbers is None:
             return
         (name, number), self._told = self._told, None
-        if any(other != number for other in self._numbers.finish()):
+        complete, opened = zip(*(divmod(told, self._windows) for told in self._numbers.finish()), strict=True)
+        if any(other != number for other in opened):
             raise RuntimeError(
                 f"`{name}` runs while other replicas run another layer: which layers run depends on the batch or "
                 "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
                 "every replica must run the same layers in the same order; pass `weight_sharding=False`."
             )
+        if self._gradients is not None:
+            self._gradients.launch(min(complete))

@@ -71,7 +71,7 @@ class StepWindows:
         self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
         trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
-        self._agreement = Agreement([*trained, *frozen])
+        self._agreement = Agreement([*trained, *frozen], len(spread.modules), buckets)
         self.windows = [
             Window(
                 name,
@@ -153,6 +153,7 @@ class StepWindows:
         self._ahead.begin()
         self.freeing.begin()
         self._active = True
+        self._buckets.pace(not self.freeing.keeps)
         with UseWatch(self.hold_used):
             yield
         if self._looks_before_backward:
@@ -183,9 +184,8 @@ class StepWindows:
     def evaluation(self) -> Iterator[None]:
         """Around a step of evaluation, in which layers open and close as in a forward, the same on all replicas."""
         self._hide_all()
-        ahead, self._ahead = self._ahead, self._evaluated
+        ahead, self._ahead, self._active, self._behind = self._ahead, self._evaluated, True, False
         self._ahead.begin()
-        self._active, self._behind = True, False
         try:
             with UseWatch(self.hold_used):
                 yield
@@ -198,6 +198,7 @@ class StepWindows:
         """Make all weights whole, to the end of the step; collective over the replicas."""
         for window in self.windows if self._active else ():
             self._hold(window)
+        self._buckets.pace(False)
 
     def end_step(self) -> str:
         """Once the step's last backward has run: close all windows, or show all weights to code that may look.

@@ -1,0 +1,54 @@
+"""The order in which the sums of gradients start, which is that of the buckets on all replicas.
+
+A bucket's sum starts when its last gradient is there. Which gradients come, and when, depends on the batch: an expert
+without tokens gets none, and its bucket waits for the end of the backward on that replica alone. As the order of sums
+is fixed, that mixes nothing up while replicas exchange nothing else. Where they do, they *pace* each other: with each
+message about a layer's window a replica tells how many buckets are complete, and as many sums start as are complete on
+all of them, at the same place between the other messages::
+
+    replica 0   window 2, 3 complete         window 1, 4 complete   3 sums start   window 0
+    replica 1   window 2, 3 complete         window 1, 3 complete   3 sums start   window 0      and the rest at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_megatron.data_parallel.buckets.bucket import Bucket
+
+
+class Launches:
+    """How far the sums of one backward have come.
+
+    Args:
+        start: starts the sum of a bucket; collective over those who hold its parameters.
+
+    Attributes:
+        paced: whether sums start when all replicas have said that they can, instead of at once.
+    """
+
+    def __init__(self, start: Callable[[Bucket], None]) -> None:
+        self._start, self._next, self.paced = start, 0, False
+
+    def begin(self) -> None:
+        """Nothing has been summed."""
+        self._next = 0
+
+    def complete(self, buckets: Sequence[Bucket]) -> int:
+        """How many of the buckets, in their order, have all their gradients."""
+        count = self._next
+        while count < len(buckets) and _is_complete(buckets[count]):
+            count += 1
+        return count
+
+    def start(self, buckets: Sequence[Bucket], most: int) -> None:
+        """Start the sums of the first ``most`` buckets, up to one that is not complete."""
+        while self._next < min(most, len(buckets)) and _is_complete(buckets[self._next]):
+            bucket = buckets[self._next]
+            if not (bucket.adds or bucket.launched):
+                self._start(bucket)
+            self._next += 1
+
+
+def _is_complete(bucket: Bucket) -> bool:
+    return bucket.adds or len(bucket.ready) == len(bucket.parameters)
