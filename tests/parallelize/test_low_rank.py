@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.parallelize import explain, parallelize
+from lightning_megatron.parallelize.reading.kinds import behaves_like_linear
 from lightning_megatron.parallelize.reading.low_rank import LowRank, low_rank
 from tests.harness import run_ranks
 from tests.harness.twins import (
@@ -183,3 +184,16 @@ def compare(module: nn.Module, mesh: Any, ids: Tensor | None = None, **options: 
     torch.testing.assert_close(seen[0], seen[1], **EXACT)
     reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
     assert_same_gradients(module, report.parameters, whole)
+
+
+class Grouped(nn.Linear):
+    """Has a matrix for each of two groups of its input, so that its output has another shape than a linear layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.view(2, -1, self.in_features).transpose(1, 2)
+        return torch.stack([x @ each for each in rows], -2)
+
+
+def test_a_linear_layer_whose_output_has_another_shape_stays_whole():
+    assert not behaves_like_linear(Grouped(WIDTH, 2 * WIDTH))
+    assert behaves_like_linear(nn.Linear(WIDTH, 2 * WIDTH))

@@ -136,7 +136,7 @@ def _adds_up(module: nn.Module, found: LowRank) -> bool:
         return False
     near = 1e-2 * float(whole.abs().max())
     together = torch.cat(rows, -1), torch.stack(columns).sum(0) - nothing
-    return all(torch.allclose(x, whole, rtol=1e-2, atol=near) for x in together)
+    return all(x.shape == whole.shape and torch.allclose(x, whole, rtol=1e-2, atol=near) for x in together)
 
 
 def _with_random_weights(module: nn.Module) -> Replay:
