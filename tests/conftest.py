@@ -10,7 +10,7 @@ from tests.harness import device, remember
 from tests.harness.filters import filter_lines
 from tests.harness.lanes import SideBySide
 from tests.harness.pool import share_fork_server
-from tests.harness.tenths import TENTHS, tenth_of
+from tests.harness.tenths import TENTHS, name_of, tenth_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config.addinivalue_line("markers", "wide: a row of an exhaustive table; runs on request only (`--wide`)")
+    config.addinivalue_line("markers", "wide(together): a row of an exhaustive table; runs on request only (`--wide`)")
     config.addinivalue_line("markers", "launch: starts processes through a real launcher; slow")
     config.addinivalue_line("markers", "alone: measures time or memory; no other test runs beside it")
     for line in filter_lines():
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [
         item
         for item in items
-        if not item.get_closest_marker("wide") or tenth_of(item.nodeid) == config.option.wide_tenth
+        if not item.get_closest_marker("wide") or tenth_of(name_of(item)) == config.option.wide_tenth
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen

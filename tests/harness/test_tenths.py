@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
-from tests.harness.tenths import TENTHS, tenth_of
+import pytest
+
+from tests.harness.tenths import TENTHS, name_of, tenth_of
 from tests.parity import table, tensor_rows, test_schedules
+from tests.parity.row import Row
 
 ROWS = [
-    *(f"table[{row}]" for row in dict.fromkeys(table.everything())),
+    *(f"{row.reference}" for row in dict.fromkeys(table.everything())),
     *(f"tensor[{row}]" for row in dict.fromkeys(tensor_rows.everything())),
     *(f"schedules[{row}]" for row in test_schedules.wide_rows()),
 ]
@@ -16,10 +20,19 @@ ROWS = [
 
 def test_the_tenths_are_alike_and_leave_no_row_out() -> None:
     sizes = Counter(map(tenth_of, ROWS))
-    assert sorted(sizes) == list(range(TENTHS)) and sizes.total() == len(ROWS) > 2000
+    assert sorted(sizes) == list(range(TENTHS)) and sizes.total() == len(ROWS) > 1500
     assert max(sizes.values()) < 1.4 * len(ROWS) / TENTHS
 
 
 def test_a_row_stays_in_its_tenth() -> None:
     assert [tenth_of(name) for name in ("a", "b", "tests/x.py::test[row]")] == [0, 6, 0]
     assert len({tenth_of(f"tests/x.py::test[<Bias object at 0x7f{end}>]") for end in ("3b", "dc", "00", "a1")}) == 1
+
+
+def test_rows_that_share_a_run_in_one_process_are_in_one_tenth() -> None:
+    rows = [Row("nanogpt", layout, "1f1b", "norm") for layout in ("pp2", "tp2")]
+    together = pytest.mark.wide(together=lambda row: row.reference)
+    items = [SimpleNamespace(nodeid=f"{row}", callspec=SimpleNamespace(params={"row": row})) for row in rows]
+    for item in items:
+        item.get_closest_marker = {"wide": together.mark}.get
+    assert len({name_of(item) for item in items}) == 1 < len({item.nodeid for item in items})

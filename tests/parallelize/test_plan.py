@@ -25,7 +25,10 @@ from tests.parity.zoo.hazards import PerLayerMasks
 from tests.parity.zoo.language import RelativeBias
 
 
-@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2", "bloom", "t5", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gpt2", "t5", *(pytest.param(name, marks=pytest.mark.wide) for name in ("olmo2", "bloom", "bert"))],
+)
 def test_module_without_weights_gets_the_plan_of_the_same_module_with_weights(name):
     depth = "n_layer" if name in ("gpt2", "bloom") else "num_layers" if name == "t5" else "num_hidden_layers"
     with torch.device("meta"):

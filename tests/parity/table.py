@@ -5,14 +5,16 @@ module, and one Hugging Face model of each build. Once every pair has been met, 
 four ranks cost twice as much as two, and every module meets every layout in the exhaustive table.
 
 The exhaustive table shows each module in each layout and under each schedule, and one module in every *three* values of
-the five. It leaves out what these show already: a module in one layout under both GPipe and 1F1B, which run the same
-segments in two orders (it meets both orders, in different layouts), and schedules where there is a single stage.
+the five. A module meets the further schedules in the layouts of two stages, in turn: alone, beside replicas, beside
+tensor ranks, beside context ranks. It leaves out what these show already: a module in one layout under several
+schedules, or under both GPipe and 1F1B, which run the same segments in two orders (it meets both orders, in different
+layouts), and two tensor or context ranks by themselves, which it meets beside replicas, stages and each other.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.parity.covering import covering_rows
 from tests.parity.row import CLIPS, Row
@@ -22,8 +24,9 @@ SCHEDULES = ("1f1b", "gpipe")
 ACCUMULATE = (1, 2)
 MICRO_BATCHES = (2, 1, 3, 0)
 MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
-CONTEXT_LAYOUTS = ("cp2", "cp3", "dp2xcp2", "pp2xcp2", "cp2xtp2")
-TENSOR_LAYOUTS = ("tp2", "pp2xtp2", "dp2xtp2")
+STAGES = ("pp3", "pp4")
+TWO_STAGES = ("pp2", "pp2xdp2", "pp2xtp2", "pp2xcp2")
+LAYOUTS_OF_ONE_SCHEDULE = (*STAGES, "dp2", "dp2xtp2", "cp3", "dp2xcp2", "cp2xtp2")
 FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
 SMALL_FACTORS = (("pp2", "pp3"), *FACTORS[1:])
@@ -94,30 +97,28 @@ def everyday() -> list[Row]:
         Row("nanogpt", "pp2xcp2", "1f1b", "norm", 2, 2),
         Row("hf_gpt2", "cp2xtp2xsp", "1f1b", "norm", 1, 0),
     ]
-    return [*(_row(name, next(settings)) for name in names), *further(("hf_llama",)), *turns, *tokens]
+    tensor = [Row("hf_llama", layout, "1f1b", "norm", 2, 2) for layout in ("tp2", "pp2xtp2")]
+    schedules = further("hf_llama", TWO_STAGES[:1], itertools.cycle(itertools.product(CLIPS, ACCUMULATE, (2,))))
+    return [*(_row(name, next(settings)) for name in names), *schedules, *turns, *tokens, *tensor]
 
 
-def further(modules: Iterable[str]) -> Iterator[Row]:
-    """Each module with every further schedule (two pieces per stage where it has them) and split over tensor ranks."""
-    cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
-    for module in modules:
-        for schedule in FURTHER_SCHEDULES:
-            clip, accumulate, _ = next(cycle)
-            yield Row(module, "pp2", schedule, clip, accumulate, micro_batch=1 if schedule == "dualpipe-v" else 2)
-        for layout in TENSOR_LAYOUTS:
-            yield _row(module, (layout, "1f1b", *next(cycle)))
+def further(module: str, layouts: Sequence[str], cycle: Iterator[tuple[str, int, int]]) -> Iterator[Row]:
+    """A module under every further schedule, in these layouts of two stages in turn; two pieces per stage."""
+    for schedule, layout in zip(FURTHER_SCHEDULES, itertools.cycle(layouts)):
+        clip, accumulate, _ = next(cycle)
+        yield Row(module, layout, schedule, clip, accumulate, micro_batch=1 if schedule == "dualpipe-v" else 2)
 
 
 def everything() -> Iterator[Row]:
-    """Every module in every layout and with both schedules, and one module in any three values of the settings."""
+    """Every module in every layout and under every schedule, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
-    for (turn, module), (at, layout) in itertools.product(enumerate(ZOO), enumerate(MAIN_LAYOUTS)):
-        rows = [_row(module, (layout, schedule, *next(cycle))) for schedule in SCHEDULES]
-        yield rows[0 if layout == "dp2" else (turn // 2 + at) % len(SCHEDULES)]
-    yield from further(ZOO)
-    for module, layout in itertools.product(ZOO, CONTEXT_LAYOUTS):
-        clip, accumulate, _ = next(cycle)
-        yield Row(module, layout, "1f1b", clip, accumulate, micro_batch=2 if layout.startswith("pp") else 0)
+    for turn, module in enumerate(ZOO):
+        for at, layout in enumerate(LAYOUTS_OF_ONE_SCHEDULE):
+            schedule = SCHEDULES[(turn + at) % len(SCHEDULES)] if layout in STAGES else "1f1b"
+            clip, accumulate, micro_batch = next(cycle)
+            yield Row(module, layout, schedule, clip, accumulate, 0 if "cp" in layout else micro_batch)
+        first = turn % len(TWO_STAGES)
+        yield from further(module, TWO_STAGES[first:] + TWO_STAGES[:first], cycle)
     modules = ("nanogpt", "torch_encoder", "hf_llama")
     for turn, schedule in enumerate((*SCHEDULES, *FURTHER_SCHEDULES)):
         both = (*((module, "pp2xcp2") for module in modules), (modules[turn % len(modules)], "pp2xcp3"))

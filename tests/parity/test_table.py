@@ -9,12 +9,11 @@ import pytest
 from tests.parity.compare import check
 from tests.parity.row import Row
 from tests.parity.table import (
-    CONTEXT_LAYOUTS,
     FACTORS,
     FURTHER_SCHEDULES,
-    MAIN_LAYOUTS,
+    LAYOUTS_OF_ONE_SCHEDULE,
     SCHEDULES,
-    TENSOR_LAYOUTS,
+    TWO_STAGES,
     covering,
     everyday,
     everything,
@@ -32,7 +31,7 @@ def test_the_covering_subset_meets_every_pair_of_values() -> None:
 def test_the_exhaustive_table_meets_each_module_in_each_layout_and_under_each_schedule() -> None:
     rows = set(everything())
     layouts, schedules = {(row.module, row.layout) for row in rows}, {(row.module, row.schedule) for row in rows}
-    assert layouts >= set(itertools.product(ZOO, (*MAIN_LAYOUTS, *TENSOR_LAYOUTS, *CONTEXT_LAYOUTS)))
+    assert layouts >= set(itertools.product(ZOO, (*TWO_STAGES, *LAYOUTS_OF_ONE_SCHEDULE)))
     assert schedules >= set(itertools.product(ZOO, (*SCHEDULES, *FURTHER_SCHEDULES)))
 
 
@@ -44,7 +43,7 @@ def test_training_is_that_of_one_process(row: Row) -> None:
     check(row)
 
 
-@pytest.mark.wide
+@pytest.mark.wide(together=lambda row: row.reference)
 @pytest.mark.parametrize("row", [row for row in dict.fromkeys(everything()) if row not in EVERYDAY], ids=str)
 def test_training_is_that_of_one_process_in_every_row(row: Row) -> None:
     check(row)

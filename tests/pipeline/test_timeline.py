@@ -204,7 +204,11 @@ def test_costs_for_another_number_of_stages_are_refused() -> None:
         simulate(make_schedule("zb-v", 2, 3), Costs.uniform(3))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+FIRST = ("1f1b", "interleaved", "zb-v")
+FOR_EACH = [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.wide]) for name in SCHEDULES]
+
+
+@pytest.mark.parametrize("name", FOR_EACH)
 def test_64_stages_and_512_micro_batches_are_checked_and_simulated(name: str) -> None:
     schedule = make_schedule(name, 64, 512)
     check(schedule)
@@ -212,7 +216,7 @@ def test_64_stages_and_512_micro_batches_are_checked_and_simulated(name: str) ->
     assert found.makespan > 0 and found.bubble_fraction >= 0 and max(found.peak_activations) > 0
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FOR_EACH)
 def test_checking_and_simulating_twice_the_micro_batches_takes_twice_the_work(name: str) -> None:
     few, many = (lines_run(make_schedule(name, 16, count)) for count in (128, 256))
     assert many < 2.2 * few

@@ -73,11 +73,12 @@ def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout
             {},
             "the step writes the weight `net.embed.weight`, and would again in each of the 2",
         ),
-        (
+        pytest.param(
             "stages",
             "unread_late_data",
             {},
             "the step writes the weight `net.layers.1.up.weight`, and would again in each",
+            marks=WIDE,
         ),
         ("stages", "unread_late_set", {}, "the step writes the weight `net.head.weight`, and would again in each"),
         ("stages", "unread_late", {}, "would again in each of the 2 micro-batches"),

@@ -31,6 +31,7 @@ INTERLEAVED = {"pipeline_parallel_size": 2, "micro_batch_size": 2, "pipeline_sch
 RECOMPUTED = {"pipeline_parallel_size": 2, "micro_batch_size": 1, "activation_recompute": "full"}
 REPLICAS = {"micro_batch_size": 4}
 ONE_BACKWARD = {"micro_batch_size": 8}
+WIDE = pytest.mark.wide
 
 
 def sent(found: Rehearsal) -> dict[tuple[Any, ...], int]:
@@ -47,7 +48,7 @@ def in_step(entries: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
     return {e: n for e, n in entries.items() if e[0] in ("step", "optimizer") and (e[1] != "broadcast" or e[4] == 512)}
 
 
-@pytest.mark.parametrize("sharding", [pytest.param(True, marks=pytest.mark.wide), {"shard": 8}])
+@pytest.mark.parametrize("sharding", [pytest.param(True, marks=WIDE), {"shard": 8}])
 def test_replicas_send_no_message_per_parameter_or_rank(sharding: Any) -> None:
     counts = set()
     for layers, world in ((4, 16), (8, 16), (4, 1024)):
@@ -68,7 +69,8 @@ def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks"), [(GRID, 4), (INTERLEAVED, 4), (RECOMPUTED, 2), (REPLICAS, 2), (ONE_BACKWARD, 2)],
+    ("settings", "ranks"),
+    [(GRID, 4), pytest.param(INTERLEAVED, 4, marks=WIDE), (RECOMPUTED, 2), (REPLICAS, 2), (ONE_BACKWARD, 2)],
     ids=["tensor x pipeline", "interleaved x data", "recomputed", "replicas", "one backward"],
 )  # fmt: skip
 def test_a_rehearsal_and_the_planner_say_what_a_real_run_holds_and_sends(settings: dict[str, Any], ranks: int) -> None:

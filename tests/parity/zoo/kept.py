@@ -159,7 +159,7 @@ class Report:
 class KeptSums(TokenTask):
     """Takes the sums of its layers and sets them back behind the layers."""
 
-    own_of_replicas = r"`net\.blocks\.\d\.spread`, .* and \d others"
+    own_of_replicas = r"`net\.blocks\.\d\.(spread|total)`, .* and \d others"
 
     def __init__(self) -> None:
         super().__init__(Walker())
