@@ -163,11 +163,78 @@ class Stack(nn.Module):
         return x
 
 
+class WritesResidual(nn.Module):
+    """Adds its residual in place to what a row-parallel layer without a bias gives, as Falcon does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        out += x
+        return out
+
+
 class Conditioned(Block):
     """Scales its output by an argument."""
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * scale
+
+
+class TableAttention(nn.Module):
+    """Projects a table that all layers share like its keys, as DeBERTa does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
+        query, key, value = (self._heads(part(hidden)) for part in (self.query, self.key, self.value))
+        places = self._heads(self.key(table)[None].expand(len(hidden), -1, -1))
+        scores = query @ key.transpose(-1, -2) + (query @ places.transpose(-1, -2)).sin().mean(-1, keepdim=True)
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, WIDTH // 4).transpose(1, 2)
+
+
+class TableLayer(nn.Module):
+    """A layer around such attention, whose input a parameter of all layers shifts.
+
+    Args:
+        after: whether the table also scales the output.
+    """
+
+    def __init__(self, after: bool = False) -> None:
+        super().__init__()
+        self.norm, self.attention, self.after = nn.LayerNorm(WIDTH), TableAttention(), after
+
+    def forward(self, x: Tensor, table: Tensor, shift: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x) + shift, table)
+        return x * table.mean() if self.after else x
+
+
+class Tables(nn.Module):
+    """Layers that are given a normalised table of places and a parameter.
+
+    Args:
+        kind: makes a layer.
+    """
+
+    def __init__(self, kind: Any = TableLayer) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Embedding(50, WIDTH), nn.Embedding(6, WIDTH)
+        self.norm, self.shift = nn.LayerNorm(WIDTH), nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.layers = nn.ModuleList([kind() for _ in range(2)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, table = self.embed(ids), self.norm(self.table.weight)
+        for layer in self.layers:
+            x = layer(x, table, self.shift)
+        return x
 
 
 class Conditions(nn.Module):

@@ -29,7 +29,9 @@ from tests.parallelize.models_leaky import (
     Penalised,
     ScaledAttention,
     Stack,
+    Tables,
     TrainingNorm,
+    WritesResidual,
 )
 
 REASONS = {
@@ -109,13 +111,27 @@ def test_what_would_be_wrong_on_sequence_shards_is_refused(case):
         explain(build().double(), 2, sequence_parallel=True)
 
 
+@pytest.mark.parametrize("kind", [Conditions, Tables])
 @run_ranks(tensor=2)
-def test_parameters_that_reach_sequence_shards_beside_the_hidden_state_have_whole_gradients(mesh):
+def test_parameters_that_reach_sequence_shards_beside_the_hidden_state_have_whole_gradients(mesh, kind):
     torch.manual_seed(0)
-    module = Conditions().double()
+    module = kind().double()
     whole = copy.deepcopy(module)
     report = parallelize(module, mesh, sequence_parallel=True)
     ids = torch.arange(24).view(2, 12)
+    for model in (module, whole):
+        model(ids).square().mean().backward()
+    reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
+    assert_same_gradients(module, report.parameters, whole)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@run_ranks(tensor=2)
+def test_what_a_region_gives_on_sequence_shards_may_be_written_into(mesh, samples):
+    torch.manual_seed(0)
+    module = Stack(WritesResidual).double()
+    whole, ids = copy.deepcopy(module), torch.arange(12 * samples).view(samples, 12)
+    report = parallelize(module, mesh, sequence_parallel=True)
     for model in (module, whole):
         model(ids).square().mean().backward()
     reduce_partial_gradients(module, report.parameters, tensor_group(mesh))

@@ -36,6 +36,7 @@ from lightning_megatron.mesh.autograd import differentiating_twice, first_order
 from lightning_megatron.mesh.messages.collectives import (
     copy_to_group,
     gather_for_shards,
+    of_its_own,
     raw_all_gather,
     raw_all_reduce,
     raw_reduce_scatter,
@@ -106,14 +107,6 @@ SIXTEEN_BIT = Products(product, input_gradient, weight_gradient)
 """Products of the unchanged factors, 16-bit in mixed precision; those of 8 bits are in
 `lightning_megatron.layers.multiply.float8`.
 """
-
-
-def of_its_own(output: Tensor) -> Tensor:
-    """``output`` detached if it is a view, as those of ``F.linear`` may be.
-
-    Autograd forbids writing in place into a view that a custom function returns; ``nn.ReLU(inplace=True)`` does so.
-    """
-    return output.detach() if output._is_view() else output
 
 
 PutOff = Callable[[Tensor, Tensor], None]

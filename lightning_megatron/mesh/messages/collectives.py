@@ -182,12 +182,17 @@ def raw_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """
     out, work = start_reduce_scatter(x, dim, group)
     wait_for(work, "reduce_scatter", x, group)
-    return out.contiguous()
+    return of_its_own(out.contiguous())
+
+
+def of_its_own(output: Tensor) -> Tensor:
+    """``output``, detached if it is a view: into one that a custom function returns autograd lets nobody write."""
+    return output.detach() if output._is_view() else output
 
 
 def _moved_back(x: Tensor, dim: int) -> Tensor:
     """Move the first dim to ``dim`` and make the result contiguous, so that callers may change it in place."""
-    return x if dim == 0 else x.movedim(0, dim).contiguous()
+    return x if dim == 0 else of_its_own(x.movedim(0, dim).contiguous())
 
 
 def own_block(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

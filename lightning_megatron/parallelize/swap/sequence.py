@@ -147,7 +147,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     check_layers(blueprint, trace, layers, plan.doors, dim)
     check_between(trace, layers, dim)
     check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
-    plan.outside = partial_outside(blueprint, trace, layers, plan.covers)
+    plan.outside = partial_outside(blueprint, trace, layers, plan.doors, plan.covers)
     return plan
 
 

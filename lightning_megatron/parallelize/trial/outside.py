@@ -1,92 +1,176 @@
 """Finds parameters outside of the layers that act on sequence shards inside of them.
 
 A condition or a gate that the layers are given, or code between two layers, acts on a part of the tokens on every rank:
-the gradients of what it was computed from are partial sums, like those of the layers' own parameters.
+the gradients of what it was computed from are partial sums, like those of the layers' own parameters. So are those of
+what column-parallel layers are given beside the hidden state, such as a table of relative positions that attention
+projects like its keys: every rank has all of it, and a part of the columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_megatron.mesh.parts.names import lies_in, parent
-from lightning_megatron.parallelize.plan.blueprint import Blueprint
+from lightning_megatron.mesh.parts.names import Parts, parent
+from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.trace import Nodes, Trace, relative, tensors_left
-from lightning_megatron.parallelize.trial.tokens import answer, first_tensor, mixed, root_of
+from lightning_megatron.parallelize.trial.tokens import first_tensor, mixed, root_of
 
 
-def partial_outside(blueprint: Blueprint, trace: Trace, layers: list[str], covered: Callable[[str], bool]) -> set[str]:
-    """Parameters outside of the layers that act on parts of the tokens: by arguments, between layers, by attributes.
-
-    They are found in the autograd graph between the first layer's hidden state and the last layer's output, in a run in
-    which regions, which see all tokens, return recorded outputs.
+def partial_outside(
+    blueprint: Blueprint,
+    trace: Trace,
+    layers: list[str],
+    doors: Mapping[str, Door | None],
+    covered: Callable[[str], bool],
+) -> set[str]:
+    """Parameters outside of the layers whose gradients are partial sums where the layers have parts of the tokens.
 
     Args:
         blueprint: regions and styles of the traced module.
         trace: its trace.
         layers: names of the layers of the trunk.
+        doors: by row-parallel layer of the trunk, where the tokens are gathered for its region.
         covered: whether a parameter of that name belongs to a layer of the trunk.
 
     Returns:
-        Their names; the gradient of each is a partial sum.
+        Their names.
 
     Raises:
-        ValueError: one of them also acts on all of the tokens, or is itself split.
+        ValueError: one of them also acts on all of the tokens, or is itself split; or the tokens are gathered by a
+            column-parallel layer that is given something else than tokens too.
     """
     root = root_of(trace, layers)
     if root is None or root in layers:
         return set()
-    ends = [region.row for region in blueprint.regions if lies_in(region.row, root)]
-    ends += [name for name, style in blueprint.styles.items() if style is Style.HEADS and name in trace.calls]
-    answers = {n: trace.calls[n].output for n in ends if any(lies_in(n, layer) for layer in layers)}
-    inside, outside, states, last = Nodes(), Nodes(), list[Any](), list[Any]()
-
-    def first(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        inside.writes("hidden", hidden)
-        states.append(hidden.grad_fn)
-
-    def end(part: nn.Module, args: Any, output: Any) -> None:
-        outside.writes("output", output)
-        last.append(first_tensor(output).grad_fn)
-
-    def prepare(copied: nn.Module) -> None:
-        answer(copied, root, answers)
-        for parameter in copied.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        copied.get_submodule(relative(layers[0], root)).register_forward_pre_hook(first, with_kwargs=True)
-        copied.get_submodule(relative(layers[-1], root)).register_forward_hook(end)
-
+    run = _Run(blueprint, layers, root, doors)
     with torch.enable_grad():
-        copied, output = trace.replay(root).run(prepare)
-    results = [x.grad_fn for x in tensors_left(copied, output)]
-    partial = inside.reach([node for node in last if node is not None])[1]
-    whole = outside.reach([node for node in (*states, *results) if node is not None])[1]
-    return _only_partial(blueprint, trace, _named_in(copied, root), partial, whole, covered)
-
-
-def _named_in(copied: nn.Module, root: str) -> dict[str, int]:
-    """Name in the traced module -> id, of all parameters of a copy of ``root``; tied ones by each of their names."""
-    found = copied.named_parameters(prefix=root, remove_duplicate=False)
-    return {name: id(parameter) for name, parameter in found}
-
-
-def _only_partial(
-    blueprint: Blueprint,
-    trace: Trace,
-    names: dict[str, int],
-    partial: set[int],
-    whole: set[int],
-    covered: Callable[[str], bool],
-) -> set[str]:
-    """Names of the uncovered parameters in ``partial``; refuses those whose gradient no sum over ranks makes whole."""
-    found = {name for name, key in names.items() if key in partial and not covered(name)}
-    gathered = set().union(*(trace.between.get(region.row, set()) for region in blueprint.regions))
+        copied, output = trace.replay(root).run(run.prepare)
+    names = _names_in(copied, root)
+    on_tokens, to_columns, past = names(run.on_tokens()), names(run.to_columns), names(run.past_columns())
+    whole = names(run.on_all([x.grad_fn for x in tensors_left(copied, output)]))
+    whole |= set().union(*(trace.between.get(region.row, set()) for region in blueprint.regions))
+    whole |= to_columns & (past - on_tokens)
+    found = {name for name in on_tokens | to_columns if not covered(name)}
     for name in sorted(found):
-        if names[name] in whole or name in gathered or parent(name) in blueprint.styles:
+        if name in whole or parent(name) in blueprint.styles:
             raise ValueError(mixed(name))
     return found
+
+
+class _Run:
+    """A run of the layers, and what the autograd graph tells of it.
+
+    A layer's part of the tokens goes around its regions and into them, where all tokens are gathered and each rank has
+    a part of the columns::
+
+        hidden ──┬─ norm, scale, shift ─ gather [ columns ─ attention ─ row ] scatter ─┬─ next layer
+                 └──────────────────────────────────────────────────────────────────┘
+
+    Args:
+        blueprint: regions and styles of the traced module.
+        layers: names of the layers of the trunk.
+        root: name of the module that is run.
+        doors: see :func:`partial_outside`.
+
+    Attributes:
+        to_columns: ids of parameters that reach columns behind the gather.
+    """
+
+    def __init__(self, blueprint: Blueprint, layers: list[str], root: str, doors: Mapping[str, Door | None]) -> None:
+        self._layers, self._root, self._doors = layers, root, doors
+        self._regions = [region for region in blueprint.regions if region.row in doors]
+        inside = Parts(layers)
+        self._heads = [n for n, style in blueprint.styles.items() if style is Style.HEADS and parent(n) in inside]
+        self._shards, self._gathered, self._past, self._outside = Nodes(), Nodes(), Nodes(), Nodes()
+        self._into, self._hidden, self._last = list[Any](), list[Any](), list[Any]()
+        self.to_columns = set[int]()
+
+    def prepare(self, copied: nn.Module) -> None:
+        """Put hooks on a copy of the module."""
+        for parameter in copied.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+
+        def part(name: str) -> nn.Module:
+            return copied.get_submodule(relative(name, self._root))
+
+        part(self._layers[0]).register_forward_pre_hook(self._first, with_kwargs=True)
+        part(self._layers[-1]).register_forward_hook(self._end)
+        for region in self._regions:
+            door = self._doors[region.row]
+            if door is not None:
+                part(door[0]).register_forward_pre_hook(self._entering(door[1]), with_kwargs=True)
+            for name in region.columns:
+                part(name).register_forward_hook(self._column(name, gathers=door is None))
+            part(region.row).register_forward_hook(self._leaving)
+        for name in self._heads:
+            part(name).register_forward_pre_hook(self._entering(None), with_kwargs=True)
+            part(name).register_forward_hook(self._leaving)
+
+    def on_tokens(self) -> set[int]:
+        """Ids of parameters that act on parts of the tokens: arguments, code between layers, attributes."""
+        return _reached(self._shards, [*self._into, *self._last])
+
+    def past_columns(self) -> set[int]:
+        """Ids of those that act on the layers' output other than through columns."""
+        return _reached(self._past, self._last)
+
+    def on_all(self, results: Sequence[Any]) -> set[int]:
+        """Ids of those that act on all tokens, before the first layer and behind the last.
+
+        Args:
+            results: nodes of what the run left.
+        """
+        return _reached(self._outside, [*self._hidden, *results])
+
+    def _first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        for nodes in (self._shards, self._gathered, self._past):
+            nodes.writes("hidden", hidden)
+        self._hidden.append(hidden.grad_fn)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._outside.writes("output", output)
+        self._last.append(first_tensor(output).grad_fn)
+
+    def _entering(self, keys: Sequence[int | str] | None) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            found = [x for key, x in named.items() if isinstance(x, Tensor) and (keys is None or key in keys)]
+            self._into.extend(x.grad_fn for x in found)
+            self._gathered.writes("gathered", found)
+
+        return hook
+
+    def _column(self, name: str, *, gathers: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            node = first_tensor(args).grad_fn
+            if not gathers:
+                self.to_columns |= _reached(self._gathered, [node])
+            elif node is None or not self._past.reach([node])[0]:
+                raise ValueError(
+                    f"`sequence_parallel=True`: {name!r} gathers the tokens that it is called with, and is also called "
+                    "with a tensor that does not come from the hidden state; turn sequence parallelism off."
+                )
+            else:
+                self._into.append(node)
+            self._past.writes("column", output)
+
+        return hook
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._shards.writes("region", output)
+
+
+def _reached(nodes: Nodes, ends: Sequence[Any]) -> set[int]:
+    return nodes.reach([node for node in ends if node is not None])[1]
+
+
+def _names_in(copied: nn.Module, root: str) -> Callable[[set[int]], set[str]]:
+    """From ids of parameters of a copy of ``root`` to names in the traced module; tied ones have each of theirs."""
+    found = list(copied.named_parameters(prefix=root, remove_duplicate=False))
+    return lambda ids: {name for name, parameter in found if id(parameter) in ids}

@@ -27,9 +27,10 @@ from lightning_megatron.layers.attend import attend_heads
 from lightning_megatron.layers.attention import ParallelMultiheadAttention
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.multiply.float8 import FLOAT8
-from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products, of_its_own
+from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products
 from lightning_megatron.layers.multiply.weight_view import autocast_input
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.messages.collectives import of_its_own
 from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 from lightning_megatron.pipeline.forwards.factors import Factors
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
