@@ -253,6 +253,10 @@ class LogRecorder:
                     part.setdefault(name, {})[count] = float(value), size
         return found
 
+    def numbers_logged(self) -> set[str]:
+        """Keys that were logged as numbers, and not by metrics."""
+        return {name for (name, _), record in self._records.items() if record.is_number}
+
     def sizes(self) -> dict[str, int | None]:
         """The ``batch_size=`` that the one part of a batch that ran has logged with each key."""
         return {name: record.batch_size for (name, _), record in self._records.items()}
@@ -305,7 +309,9 @@ class LogRecorder:
                 value, size = joined[place]
                 row[0], row[1] = float(value), float(size if size is not None else 1.0)
                 row[2] = -1.0 if size is None else float(size)
-                keys.append(record.key)
+                if isinstance(how := self._how(record), Mean):
+                    row[1] = sum(_weights(record, how))
+                keys.append(replace(record.key, how=how))
                 continue
             how, whole = self._how(record), record.whole(gather)
             row[0] = self._value(record, how, device) if whole is None else self._as_tensor(whole)

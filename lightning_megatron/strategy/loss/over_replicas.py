@@ -100,15 +100,16 @@ class OverReplicas:
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 
-    def pieces_of(self, batch: Any, *, apart: bool = False) -> TriedParts | None:
+    def pieces_of(self, batch: Any, *, apart: bool = False, say: bool = True) -> TriedParts | None:
         """What to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
 
         Args:
             batch: of this replica.
             apart: whether the parts have to be of two replicas.
+            say: whether to warn if nothing can be.
         """
         found = self._pieces_of(batch, apart=apart)
-        if found is None and not self._told_untried:
+        if found is None and say and not self._told_untried:
             self._told_untried = True
             warn_of_untried(self.group.size())
         return found

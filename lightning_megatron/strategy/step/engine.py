@@ -118,7 +118,8 @@ class StepEngine:
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
             cuts = self._in_parts.cuts
-            self.whole = PlainStep(self._context, cuts, copies, tries=streams.draws is None)
+            logged = self._in_parts.logged
+            self.whole = PlainStep(self._context, cuts, logged, copies, tries=streams.draws is None)
             if streams.draws is not None:
                 self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, cuts)
         elif not module.automatic_optimization:
@@ -133,7 +134,8 @@ class StepEngine:
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
-        return self.whole.evaluate(call, batch, name)
+        outcome = self.whole.evaluate(call, batch, name)
+        return self._in_parts.logged.corrected(outcome, call, batch, name) if outcome.differ else outcome
 
     def between_passes(self) -> AbstractContextManager[None]:
         """Around an update, in whose hooks user code sees the module as between steps, also in the middle of a step."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.strategy.evaluation.logged import LoggedInEvaluation
 from lightning_megatron.strategy.lightning.trainer_access import skips_backward, stops
 from lightning_megatron.strategy.logs.combining import counts_for
 from lightning_megatron.strategy.logs.recorded_step import shares_of
@@ -29,18 +31,25 @@ class PlainStep:
         context: what steps run on, with one stage.
         copies: weights that tensor-parallel ranks hold whole, looked at where a step has updated them itself.
         cuts: tell what the loss of a replica counts.
+        logged: tells how what steps of evaluation log combines over the replicas.
         tries: whether this step asks them, rather than one around it.
     """
 
     def __init__(
-        self, context: StepContext, cuts: Cuts, copies: WeightCopies | None = None, *, tries: bool = True
+        self,
+        context: StepContext,
+        cuts: Cuts,
+        logged: LoggedInEvaluation,
+        copies: WeightCopies | None = None,
+        *,
+        tries: bool = True,
     ) -> None:
         self._module, self._device, mesh = context.module, context.device, context.mesh
         self._replicas = mesh.layout.data * mesh.layout.context  # of which each has a gradient
         self._alone, self._logs_alone = mesh.layout.data == 1, mesh.layout.world_size == 1
         self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
         self._experts = context.experts
-        self._copies, self._cuts, self._tries = copies, cuts, tries
+        self._copies, self._cuts, self._tries, self._logged = copies, cuts, tries, logged
         self._share, self._data = 1.0, mesh.layout.data
         self._mean = ReplicaMean(mesh, self._device)
         self._outcome: Outcome | None = None
@@ -119,11 +128,13 @@ class PlainStep:
         compares = self._losses.compares
         if compares:
             self._losses.take_batch(batch, name, self._device)
-        with self._recording.step(alone=self._logs_alone, over="evaluation") as recorder:
+        ways = self._logged.ways(name)
+        with self._recording.step(1, ways, alone=self._logs_alone, over="evaluation") as recorder:
+            if ways:
+                recorder.begin_micro_batch(float(batch_size_of(batch)), counts_for(ways, batch))
             output = self._experts.ending(call)(batch)
             if compares:
                 self._losses.compare(None, name, self._device)
             outcome = Outcome(recorder.collect(self._device), output=output)
-            self._mean.start(outcome, trains=False)
-            self._mean.finish(outcome)
+            self._logged.over_replicas(outcome, batch, name, recorder.numbers_logged())
         return outcome

@@ -17,6 +17,7 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
+from lightning_megatron.strategy.evaluation.logged import LoggedInEvaluation
 from lightning_megatron.strategy.generation.repeats import Attempt, StartOver
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables
 from lightning_megatron.strategy.lightning.hooks import writes_unseen
@@ -69,6 +70,7 @@ class ScheduledStep:
         self.around: dict[int, Schedule] = {}
         self.cuts, self.drawing = Cuts(context), Drawing(context)
         self._evaluated = EvaluatedParts(context, self._writes.undone)
+        self.logged = LoggedInEvaluation(context, self.cuts.trials.replicas, self._writes.undone)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward and backward of one batch by the schedule; the gradients stay out of sight until :meth:`backward`."""
@@ -122,7 +124,9 @@ class ScheduledStep:
         chosen = self._context.options.evaluation_micro_batch_size
         parts = [batch] if chosen == "auto" else self.cuts.split(batch, chosen)
         cut = self._evaluated.cut(call, batch, parts, name) if len(parts) > 1 else None
+        ways = self.logged.ways(name)
         if cut is not None:
+            cut.logs = ways
             attempt = Attempt(self._module, beside=True)
             outcome = self._run(call, batch, parts, [], cut, name)
             self._stages.settle()
@@ -130,7 +134,8 @@ class ScheduledStep:
                 return outcome
             attempt.take_back()
             self._evaluated.note_unforeseen(name)
-        outcome = self._run(call, batch, [batch], [], Cut([1.0]), name)
+        cut = Cut([float(batch_size_of(batch)) if ways else 1.0], logs=ways)
+        outcome = self._run(call, batch, [batch], [], cut, name)
         self._stages.settle()
         return outcome
 
@@ -242,8 +247,11 @@ class ScheduledStep:
         differ = len(parts) > 1 and self._exact and recorder.differs_untold()
         unseen = self.cuts.trials.tells or self._context.streams.of_batch.asks()
         outcome = Outcome(logs, loss, output, stop=stops(self._module), differ=differ, unseen=unseen, batch=written)
-        self._mean.start(outcome, trains=step.name == "training_step")
-        self._mean.finish(outcome)
+        if step.name == "training_step":
+            self._mean.start(outcome, trains=True)
+            self._mean.finish(outcome)
+        else:
+            self.logged.over_replicas(outcome, batch, step.name, recorder.numbers_logged())
         return outcome
 
     def _join(
@@ -262,6 +270,5 @@ class ScheduledStep:
         sizes = list(joint.weights["sizes"])
         written = self._batches.finish(batch, [int(size) for size in sizes], sizes, step.name)
         outcome = Outcome(logs, output=output, stop=stops(self._module), batch=written)
-        self._mean.start(outcome, trains=False)
-        self._mean.finish(outcome)
+        self.logged.over_replicas(outcome, batch, step.name, recorder.numbers_logged())
         return outcome

@@ -36,7 +36,7 @@ class Outcome:
         state: changes to the module's plain attributes.
         stop: whether the step has asked the Trainer to stop, on any replica.
         differ: whether, on any replica, micro-batches differ in a logged number of which no trial has told how it comes
-            together.
+            together; in evaluation, whether the step is to be tried behind this batch.
         unseen: whether, on any replica, the batch looks like none before it.
         batch: what the step has left in its batch; ``None`` if nothing.
     """
@@ -117,6 +117,7 @@ class ReplicaMean:
         self._replicas = mesh.layout.data
         self._group = mesh.group("data_parallel") if mesh.layout.data > 1 else None
         self._pending: tuple[Any, Tensor] | None = None
+        self._logged = torch.zeros(1, 0, 3)
 
     def start(self, outcome: Outcome, *, trains: bool) -> None:
         """Begin without waiting; :meth:`finish` must follow.
@@ -126,7 +127,7 @@ class ReplicaMean:
             trains: whether all replicas take this step, so that they can agree on whether to stop. In evaluation some
                 may have fewer batches than others, and meet only where something is logged.
         """
-        self._pending = None
+        self._pending, self._logged = None, torch.zeros(1, 0, 3)
         if self._group is None or not (trains or outcome.logs.keys):
             return
         loss = outcome.loss if outcome.loss is not None else torch.zeros((), dtype=torch.float64)
@@ -146,10 +147,27 @@ class ReplicaMean:
         if outcome.loss is not None:
             outcome.loss = everyone[:, 0].mean().to(outcome.loss.dtype)
         outcome.stop, outcome.differ, outcome.unseen = everyone[:, 1:4].any(0).tolist()
-        gathered = everyone[:, 4:].view(self._replicas, -1, 3)
+        self._logged = gathered = everyone[:, 4:].view(self._replicas, -1, 3)
         for index, key in enumerate(outcome.logs.keys):
             values, weights = gathered[:, index, 0], gathered[:, index, 1]
             outcome.logs.rows[index, 0] = combine(key.how, values, weights)
+
+    def values(self, index: int) -> Tensor:
+        """What each replica has logged in a row of the latest outcome."""
+        return self._logged[:, index, 0]
+
+    def unlike(self, tolerance: float) -> list[bool]:
+        """Which rows of the latest outcome have other values on some replica.
+
+        Args:
+            tolerance: relative.
+        """
+        if not self._logged.numel():
+            return []
+        values = self._logged[:, :, 0]
+        apart, largest = values.amax(0) - values.amin(0), values.abs().amax(0)
+        told: list[bool] = (~(apart <= tolerance * largest)).tolist()  # no number is unlike any
+        return told
 
     def _told(self) -> waits.Waiting:
         """What :meth:`finish` waits for, in words."""

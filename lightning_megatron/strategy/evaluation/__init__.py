@@ -1,0 +1,1 @@
+"""What validation and tests log over replicas."""

@@ -1,0 +1,237 @@
+"""Numbers that steps of evaluation log, made those of all replicas' samples.
+
+One process has the samples of all replicas in one batch. What a replica logs for its own may be a mean over its samples
+or targets, a sum, an extreme, or a function of such, whatever ``reduce_fx`` makes of the batches of an epoch::
+
+    replica 0   30 tokens   mean 2.0 ┐  mean of means         1.50   as by ``sync_dist=True``
+    replica 1   70 tokens   mean 1.0 ┘  mean over all tokens  1.30   one process
+
+Replicas may have unlike numbers of batches where nothing is logged, so that they meet only behind a step that has
+logged something. There they see whether there are numbers of which it is not known how they combine. If so, the step
+is tried on parts of the batch, and what it has logged is put together anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
+from lightning_megatron.pipeline.stage.final_state import tried
+from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.logs.combining import Mean, combine
+from lightning_megatron.strategy.logs.step_logs import StepLogs
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
+from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.step.step import Outcome, ReplicaMean
+from lightning_megatron.strategy.step.step_context import StepContext
+
+_AGAIN = 8  # factor between the batches in which it is tried anyhow
+_UNSETTLED = 16  # batches in which what tells nothing is tried again
+_DIFFERS = 1e-9  # relative, of numbers that replicas log
+
+
+@dataclass
+class _Known:
+    """What is known of one kind of step, on the ranks that compute the loss.
+
+    Attributes:
+        reading: how what it logs combines.
+        count: batches that have logged something.
+        next: when it is tried anyhow.
+        tried: how often it was.
+        told: ways of counting by which some batch here has entries that count nothing.
+        keys: that were logged.
+        untold: keys that were logged as means although nothing was known of them.
+        untried: whether batches have no parts that could be tried.
+        said: keys that were warned about.
+    """
+
+    reading: Reading = field(default_factory=Reading)
+    count: int = 0
+    next: int = 1
+    tried: int = 0
+    told: set[Any] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
+    untold: set[str] = field(default_factory=set)
+    untried: bool = False
+    said: set[str] = field(default_factory=set)
+
+
+class LoggedInEvaluation:
+    """Knows how numbers that steps of evaluation log combine over replicas.
+
+    Args:
+        context: what steps run on.
+        replicas: gives parts of their batches; ``None`` for one.
+        undone: takes back what a run writes, on the stages that hear of it from the one that computes the loss.
+    """
+
+    def __init__(self, context: StepContext, replicas: OverReplicas | None, undone: Callable[..., Any]) -> None:
+        options = context.options
+        tries = options.whole_batch_loss is not False and options.loss_weight is None
+        self._context, self._undone = context, undone
+        self._replicas = replicas if tries else None
+        self._mean = ReplicaMean(context.mesh, context.device)
+        self._known: dict[str, _Known] = {}
+
+    def ways(self, name: str) -> Mapping[str, Any]:
+        """By key, how logged numbers combine, as far as is known.
+
+        Args:
+            name: of the user's step.
+        """
+        known = self._known.get(name)
+        return {} if known is None else known.reading.within
+
+    def over_replicas(self, outcome: Outcome, batch: Any, name: str, numbers: set[str]) -> None:
+        """Put the logs of all replicas into an outcome, where the loss is computed; and whether to try the step behind
+        it (:attr:`.Outcome.differ`). Collective over the replicas if something was logged.
+
+        Args:
+            outcome: this replica's.
+            batch: of this replica.
+            name: of the user's step.
+            numbers: keys that were logged as numbers, and not by metrics.
+        """
+        known = self._known.setdefault(name, _Known())
+        logged, asks = bool(numbers) and self._replicas is not None and not known.untried, False
+        if logged:
+            known.count += 1
+            asks = known.count >= known.next or not known.keys.issuperset(numbers) or self._tells(known, batch)
+            known.keys |= numbers
+        outcome.differ = asks
+        self._mean.start(outcome, trains=False)
+        self._mean.finish(outcome)
+        if not logged:
+            outcome.differ = False
+            return
+        unlike = {key.name for key, off in zip(outcome.logs.keys, self._mean.unlike(_DIFFERS), strict=True) if off}
+        known.untold = {key for key in unlike & numbers if key not in known.reading.logs}
+        outcome.differ |= bool(known.untold) and known.tried < _UNSETTLED
+        if known.count >= known.next:
+            known.next = known.count * _AGAIN
+
+    def corrected(self, outcome: Outcome, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
+        """The outcome of a step that is to be tried. Collective over the world.
+
+        Args:
+            outcome: of the step.
+            call: the user's step, taking a batch.
+            batch: of this replica.
+            name: of the user's step.
+        """
+        if self._replicas is None:
+            return outcome
+        pieces = self._replicas.pieces_of(batch, say=False)
+        known = self._known.setdefault(name, _Known())
+        if pieces is None:
+            known.untried = True
+            if known.untold:
+                _say_untried(known.untold, self._replicas.group.size(), name)
+        else:
+            outcome.logs = self._try(outcome, call, batch, pieces, name).logs
+        outcome.differ = False
+        return outcome
+
+    def _try(self, outcome: Outcome, call: Callable[[Any], Any], batch: Any, pieces: TriedParts, name: str) -> Outcome:
+        context, stages = self._context, self._context.stages
+        joins, traces = Joins(pieces.whole, pieces.parts), Traces(context.module, beside=True)
+        foreign, call = context.streams.is_foreign, context.experts.ending(call) if stages.repeats is None else call
+        sees = SeesGroup(context.mesh.group("data_parallel"))
+        run = Tried(call, context.recording, traces, joins, stages, 2, sees, is_foreign=foreign)
+        step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
+        checked, repeats = (max(joins.pieces, key=batch_size_of), len(joins.pieces)), stages.repeats
+        passes = repeats.run if repeats is not None and repeats.includes(name) else None
+        stages.begin_evaluation()
+        with context.streams.trial(name, rows=joins.rows()), stages.running(*checked, training=False) as executor:
+            executor.run(step) if passes is None else passes(step, self._undone)
+        if repeats is not None:
+            context.experts.end()
+        found = stages.outcome(partial(self._joined, outcome, run, joins, batch, name, sees), tried(name))
+        stages.settle()
+        if isinstance(found.output, StartOver) and repeats is not None:
+            repeats.note(name)
+            return self._try(outcome, call, batch, pieces, name)
+        return found
+
+    def _joined(self, outcome: Outcome, run: Tried, joins: Joins, batch: Any, name: str, sees: SeesGroup) -> Outcome:
+        """What the step has logged, put together as the trial tells; on the ranks that compute the loss."""
+        known, group = self._known[name], self._context.mesh.group("data_parallel")
+        found: Finding | None = None if run.failed else self._found(run, joins)
+        for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
+            told = [each for each in objects.gather(found, self._context.mesh.group(axis)) if each is not None]
+            found = told[0].joined(told[1:]) if told else None
+        narrow = any(objects.gather(run.draws.narrow, group))
+        known.tried += 1
+        if any(objects.gather(sees.gathers, group)):  # it is taken at its word
+            known.untried = True
+            return Outcome(outcome.logs)
+        if found is None:
+            known.untried = True
+            _say_untried(known.untold, group.size(), name, run.failed)
+            return Outcome(outcome.logs)
+        found.settle("", exact=not narrow)
+        known.reading = known.reading.after(found)
+        ways = known.reading.within
+        counts = [way for way in ways.values() if isinstance(way, Mean) and callable(way.weigh)]
+        mine = {"weights": float(batch_size_of(batch)), **{way.weigh: float(way.weigh(batch)) for way in counts}}
+        mine["sizes"] = mine["weights"]
+        every, rows = objects.gather(mine, group), outcome.logs.rows.clone()
+        for index, key in enumerate(outcome.logs.keys):
+            how = ways.get(key.name)
+            if how is not None and key.metric is None:
+                weights = [each[how.weigh] if isinstance(how, Mean) else 1.0 for each in every]
+                rows[index, 0] = combine(how, self._mean.values(index), rows.new_tensor(weights))
+        self._say(known, found, ways, name, group.size())
+        return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own))
+
+    def _found(self, run: Tried, joins: Joins) -> Finding:
+        """What the logs of the pieces say."""
+        loss = torch.float64 if not run.draws.narrow else torch.float32
+        runs = [TrialRun(0.0, loss, logs) for logs in run.logs()]
+        findings = []
+        for both, pair in joins.joins.items():
+            parts = [joins.pieces[index] for index in pair]
+            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
+            sizes = [float(batch_size_of(part)) for part in parts]
+            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
+        return findings[0].joined(findings[1:])
+
+    def _tells(self, known: _Known, batch: Any) -> bool:
+        """Whether entries of a batch count nothing, in a way in which none before had any."""
+        try:
+            new = {way for way in candidates(batch) if way not in known.told and way.tells(batch)}
+        except ValueError:  # a batch without tensors
+            return False
+        known.told |= new
+        return bool(new)
+
+    @staticmethod
+    def _say(known: _Known, found: Finding, ways: Mapping[str, Any], name: str, replicas: int) -> None:
+        new = [key for key, how in ways.items() if how is None and key not in known.said]
+        known.said.update(new)
+        if new:
+            keys = ", ".join(f"`{key}` ({found.lines[key]})" if key in found.lines else f"`{key}`" for key in new)
+            rank_zero_warn(
+                f"what `self.log` is given as {keys} for a batch of `{name}` is not made of what its parts give; the "
+                f"mean over the {replicas} replicas is logged. Log a torchmetrics object."
+            )
+
+
+def _say_untried(keys: set[str], replicas: int, name: str, failed: str = "") -> None:
+    """Say that it is not known how numbers combine."""
+    why = f"does not run on parts of a batch ({failed})" if failed else "could not be tried on parts of a batch"
+    rank_zero_info(
+        f"`{name}` {why}: what it logs as {', '.join(f'`{key}`' for key in sorted(keys))} is the mean over the "
+        f"{replicas} replicas, as with `sync_dist=True`."
+    )
