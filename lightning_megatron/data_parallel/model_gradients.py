@@ -114,6 +114,10 @@ class ModelGradients:
             sink = self.sink
             yield sink.sink if isinstance(sink, HookedGradients) else sink
 
+    def on_parts(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A step that is tried on parts of a batch, on all replicas at once; see :meth:`.Agreement.on_parts`."""
+        return call if self.windows is None else self.windows.agreement.on_parts(call)
+
     def _around_hooks(self) -> AbstractContextManager[None]:
         if self.windows is not None:
             self.windows.hold_all()

@@ -313,6 +313,13 @@ def test_replicas_that_run_other_layers_are_told_which() -> None:
         run_trainers(spread, Setup((1, 2, 1), SPREAD), "dropping", devices=2)
 
 
+def test_a_trial_that_fails_on_one_replica_alone_ends_all_of_them_with_its_error() -> None:
+    message = r"the step fails on a part of one replica's batch.*: ValueError: expected more than \d samples"
+    with pytest.raises(JobFailed, match=message) as raised:
+        run_trainers(spread, Setup((1, 2, 1), SPREAD), "choosy", devices=2)
+    assert "killed" not in str(raised.value), "nobody waits for a window that the first replica does not open"
+
+
 def test_a_weight_that_is_used_unseen_is_refused_by_name() -> None:
     with pytest.raises(JobFailed, match=r"`tower.weight` was used in a function that torch does not report"):
         run_trainers(spread, Setup((1, 2, 1), SPREAD), "unreported", devices=2)

@@ -174,6 +174,18 @@ class Routed(SharedTask):
             layer.mlp = Chosen(layer.mlp, layer.ln_1.weight.numel())
 
 
+class Choosy(SharedTask):
+    """Its second layer fails on few samples of the first replica's, as norms do on one, which only a trial gives it."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.net.transformer.h[1].register_forward_pre_hook(self._refuse)
+
+    def _refuse(self, layer: nn.Module, args: tuple[Tensor]) -> None:
+        if len(args[0]) < 4 and self.global_rank == 0:
+            raise ValueError(f"expected more than {len(args[0])} samples")
+
+
 class _Extension(torch.autograd.Function):
     """A product in C++, of which torch's functions know nothing."""
 
@@ -302,6 +314,7 @@ MODULES: dict[str, Any] = {
     "adapted": Adapted,
     "tied": Tied,
     "routed": Routed,
+    "choosy": Choosy,
     "unreported": Unreported,
     "validated": Validated,
     "validated twice": ValidatedTwice,

@@ -10,16 +10,25 @@ the opening before, so it can be finished whatever the others do, and what they 
 
 With the window they tell how many of their gradients' buckets are complete, and what has been read says how many sums
 start there, on all of them.
+
+Where a step is tried on parts of a batch, they also tell the end of each part: one replica's part may fail where the
+others' go on, and they would wait for the next window of the one that has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.mesh.messages.exchange import Numbers
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
+from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+
+
+class UnlikeReplicasError(RuntimeError):
+    """Replicas that share weights run different layers, so that none of them can go on."""
 
 
 class Agreement:
@@ -32,7 +41,7 @@ class Agreement:
     """
 
     def __init__(self, buckets: Sequence[Bucket], windows: int = 1, gradients: GradientBuckets | None = None) -> None:
-        self._windows, self._gradients = max(windows, 1), gradients
+        self._end, self._gradients = max(windows, 1), gradients  # the number behind those of windows
         self._numbers = Numbers(buckets[0].sharing.shard_group, buckets[0].parameters[0].device) if buckets else None
         self._told: tuple[str, int] | None = None
 
@@ -42,24 +51,58 @@ class Agreement:
         if self._numbers is not None:
             complete = self._gradients.complete if self._gradients is not None else 0
             with messages_of_weights:
-                self._numbers.start(number + self._windows * complete)
+                self._numbers.start(number + (self._end + 1) * complete)
             self._told = name, number
 
     def read(self) -> None:
         """Wait for what the others have told last, if that was not done.
 
         Raises:
-            RuntimeError: another replica opened another window.
+            UnlikeReplicasError: another replica opened another window, or left the part of a batch.
         """
         if self._told is None or self._numbers is None:
             return
         (name, number), self._told = self._told, None
-        complete, opened = zip(*(divmod(told, self._windows) for told in self._numbers.finish()), strict=True)
+        complete, opened = zip(*(divmod(told, self._end + 1) for told in self._numbers.finish()), strict=True)
         if any(other != number for other in opened):
-            raise RuntimeError(
-                f"`{name}` runs while other replicas run another layer: which layers run depends on the batch or "
+            what = "have ended a part of a batch" if self._end in opened else "run another layer"
+            raise UnlikeReplicasError(
+                f"`{name}` runs while other replicas {what}: which layers run depends on the batch or "
                 "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
                 "every replica must run the same layers in the same order; pass `weight_sharding=False`."
             )
         if self._gradients is not None:
             self._gradients.launch(min(complete))
+
+    def on_parts(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A step that is tried on parts of a batch, on all replicas at once.
+
+        Args:
+            call: the step; if it fails, only the trial does.
+
+        Returns:
+            The same, which raises :class:`UnlikeReplicasError` where it fails on some of the replicas.
+        """
+
+        def ended(part: Any) -> Any:
+            try:
+                output = call(part)
+            except Exception as error:
+                if not (isinstance(error, RemoteFailure | UnlikeReplicasError) or is_echo(error)):
+                    self._left_by(error)
+                raise
+            self.tell("the end of a part", self._end)
+            return output
+
+        return ended
+
+    def _left_by(self, error: Exception) -> None:
+        self.tell("the end of a part", self._end)
+        try:
+            self.read()
+        except UnlikeReplicasError:
+            raise UnlikeReplicasError(
+                f"the step fails on a part of one replica's batch, and not on those of others: {type(error).__name__}: "
+                f"{error}. `weight_sharding=True` gathers a layer's weights when it runs, so every replica must run "
+                "the same layers; pass `whole_batch_loss=False`, which tries no parts, or `weight_sharding=False`."
+            ) from error

@@ -52,7 +52,7 @@ class StepWindows:
         watches_weights: whether it may look at them between steps.
 
     Attributes:
-        windows: in the order of the layers.
+        windows, agreement: in the order of the layers, and what the replicas tell each other of them.
         freeing: decides whether windows stay open to the end of a step.
     """
 
@@ -71,14 +71,14 @@ class StepWindows:
         self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
         self._buckets = buckets
         trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
-        self._agreement = Agreement([*trained, *frozen], len(spread.modules), buckets)
+        self.agreement = Agreement([*trained, *frozen], len(spread.modules), buckets)
         self.windows = [
             Window(
                 name,
                 number,
                 [bucket for bucket in trained if spread.trained[bucket.names[0]] == name],
                 [bucket for bucket in frozen if spread.frozen[bucket.names[0]] == name],
-                self._agreement,
+                self.agreement,
             )
             for number, name in enumerate(spread.modules)
         ]
@@ -191,7 +191,7 @@ class StepWindows:
                 yield
         finally:
             self._active, self._ahead = False, ahead
-        self._agreement.read()
+        self.agreement.read()
         self._hide_all()
 
     def hold_all(self) -> None:
@@ -208,7 +208,7 @@ class StepWindows:
         """
         if not self._active:
             return ""
-        self._agreement.read()
+        self.agreement.read()
         self._active, before = False, self.freeing.chosen
         self.freeing.end(updates=self._buckets.reduces)
         if self._stays_whole:

@@ -148,7 +148,9 @@ class LoggedInEvaluation:
         joins, traces = Joins(pieces.whole, pieces.parts), Traces(context.module, beside=True)
         foreign, call = context.streams.is_foreign, context.experts.ending(call) if stages.repeats is None else call
         sees = SeesGroup(context.mesh.group("data_parallel"))
-        run = Tried(call, context.recording, traces, joins, stages, 2, sees, is_foreign=foreign)
+        run = Tried(
+            context.gradients.on_parts(call), context.recording, traces, joins, stages, 2, sees, is_foreign=foreign
+        )
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
         checked, repeats = (max(joins.pieces, key=batch_size_of), len(joins.pieces)), stages.repeats
         passes = repeats.run if repeats is not None and repeats.includes(name) else None

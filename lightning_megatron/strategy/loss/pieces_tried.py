@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.data_parallel.windows.agreement import UnlikeReplicasError
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
@@ -231,7 +232,11 @@ class Tried:
                 self.recorders[index] = recorder
                 return map_tensors(self._call(whole_copy(part)), torch.detach)
         except Exception as error:
-            if isinstance(error, RemoteFailure) or is_echo(error) or not self._stages.is_behind_layers:
+            if (
+                isinstance(error, RemoteFailure | UnlikeReplicasError)
+                or is_echo(error)
+                or not self._stages.is_behind_layers
+            ):
                 raise
             self.failed = self.failed or f"{type(error).__name__}: {error}"
             return torch.tensor(math.nan, dtype=torch.float64)

@@ -243,6 +243,7 @@ class LossTrials:
         joins = Joins(batch, parts, self._beyond if cut else None)
         due, self._fresh = self._steps >= self._next, True
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
+        call = self._context.gradients.on_parts(call)
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
         foreign, watched, passes = self._streams.is_foreign, self._streams.of_batch, self._passes()
