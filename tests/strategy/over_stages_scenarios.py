@@ -126,6 +126,27 @@ class Large(Over):
         torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
 
 
+class Pulled(Over):
+    """Pulls all weights to where they began, which a hook has kept of this stage."""
+
+    def on_fit_start(self) -> None:
+        self.start = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        pulls = ((parameter - self.start[name]).square().sum() for name, parameter in self.named_parameters())
+        return super().training_step(batch, batch_idx) + 0.01 * sum(pulls)
+
+
+class PulledAfterwards(Over):
+    """Does so in a hook that goes over the parameters of all stages."""
+
+    on_fit_start = Pulled.on_fit_start  # type: ignore[assignment]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pulls = [(parameter - self.start[name]).norm() for name, parameter in self.named_parameters()]
+        self.log("pull", torch.stack(pulls).norm())
+
+
 class Sparse(Callback):
     """Keeps the larger half of all gradients."""
 
@@ -139,7 +160,8 @@ class Sparse(Callback):
 
 
 KINDS: dict[str, type[Over]] = {
-    kind.__name__: kind for kind in (Over, Scaled, Auto, Skipping, Noisy, Groups, Counting, OnOneRank, Large)
+    kind.__name__: kind
+    for kind in (Over, Scaled, Auto, Skipping, Noisy, Groups, Counting, OnOneRank, Large, Pulled, PulledAfterwards)
 }
 
 

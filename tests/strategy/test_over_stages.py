@@ -49,3 +49,10 @@ def test_hooks_that_differ_between_stages_or_join_large_tensors_are_refused(kind
     for outcome in run_trainers(over.run, (2, 1), {}, kind, devices=2, check=False, grace=20.0):
         said = f"{outcome.error}{outcome.trace}{outcome.output}"
         assert complaint in said and "over_stages_scenarios.py" in said and "killed" not in str(outcome.error), said
+
+
+@pytest.mark.parametrize("kind", ["Pulled", pytest.param("PulledAfterwards", marks=pytest.mark.wide)])
+def test_what_a_hook_has_kept_of_its_stage_alone_is_told_where_another_stages_is_looked_up(kind: str) -> None:
+    outcomes = run_trainers(over.run, (2, 1), {}, kind, devices=2, check=False, grace=20.0)
+    said = "".join(f"{outcome.error}{outcome.trace}" for outcome in outcomes)
+    assert "is on another pipeline stage than this code runs on" in said and "killed" not in said, said

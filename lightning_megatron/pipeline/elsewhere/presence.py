@@ -219,6 +219,17 @@ class Presence:
         """Names of what this stage does not hold."""
         return ((name, entry) for name, entry in self.entries.items() if self.stage not in entry.stages)
 
+    def note_missing(self, error: Exception) -> None:
+        """Add to a ``KeyError`` about a parameter of another stage why user code has not found it."""
+        if isinstance(error, KeyError) and error.args and error.args[0] in dict(self.elsewhere()):
+            error.add_note(
+                f"`{error.args[0]}` is on another pipeline stage than this code runs on. What a hook keeps of "
+                "`named_parameters()` is what its own stage has, and `training_step` computes on the last one. Add the "
+                "gradient of a penalty on weights to `.grad` in `on_before_optimizer_step`, over "
+                "`self.named_parameters()`, which lists the same there as in other hooks; or use "
+                "`pipeline_parallel_size=1`."
+            )
+
     def shared_stage_sets(self, *, of_experts: bool = False) -> list[tuple[int, ...]]:
         """Sets of stages that hold a parameter, or one of distributed experts, together, each once, sorted: equal on
         all ranks.

@@ -121,7 +121,11 @@ class OverStages:
             numbers = StageNumbers(self._module, self._stage, self._group, name)
             numbers.begin()
             with self._running_with(numbers), numbers:
-                result = hook(*args, **kwargs)
+                try:
+                    result = hook(*args, **kwargs)
+                except KeyError as error:
+                    self._stage.presence.note_missing(error)
+                    raise
             numbers.end()
             return result
 

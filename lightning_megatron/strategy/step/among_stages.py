@@ -65,6 +65,9 @@ class OneStage:
     runs_once = frozenset[str]()  # it runs no code again
     is_behind_layers = True  # nobody waits for what is before it
 
+    def note_missing(self, error: Exception) -> None:
+        """Nothing is elsewhere."""
+
     def leaves_behind(self, where: str) -> bool:
         """Not asked."""
         return False
@@ -196,6 +199,10 @@ class SeveralStages:
     def is_behind_layers(self) -> bool:
         """See :class:`Stages`."""
         return self._stage.is_behind_layers or self.repeats.is_between_calls
+
+    def note_missing(self, error: Exception) -> None:
+        """See :class:`Stages`."""
+        self._stage.presence.note_missing(error)
 
     def leaves_behind(self, where: str) -> bool:
         """See :class:`Stages`."""

@@ -89,6 +89,7 @@ class ScheduledStep:
             self._outcome = self._run(call, batch, parts, scales, cut, "training_step", self.cuts.asks(parts))
         except Exception as error:
             say_how_cut(error, batch, len(split))
+            self._stages.note_missing(error)
             self.cuts.backwards.rest(failed=True)
             raise
         self.cuts.backwards.rest()

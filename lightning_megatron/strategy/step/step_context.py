@@ -164,6 +164,9 @@ class Stages(Protocol):
     def is_behind_layers(self) -> bool:
         """Whether the user's step is running, and in or past the last layer."""
 
+    def note_missing(self, error: Exception) -> None:
+        """Add to an error of the step's what it has not found as another stage has it."""
+
     def leaves_behind(self, where: str) -> bool:
         """Whether layers of this stage were seen to leave anything behind besides their outputs in this step."""
 
