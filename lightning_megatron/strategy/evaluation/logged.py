@@ -30,8 +30,9 @@ from lightning_megatron.strategy.logs.combining import Mean, combine
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.said import with_lines
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -201,13 +202,7 @@ class LoggedInEvaluation:
         """What the logs of the pieces say."""
         loss = torch.float64 if not run.draws.narrow else torch.float32
         runs = [TrialRun(0.0, loss, logs) for logs in run.logs()]
-        findings = []
-        for both, pair in joins.joins.items():
-            parts = [joins.pieces[index] for index in pair]
-            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
-            sizes = [float(batch_size_of(part)) for part in parts]
-            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
-        return findings[0].joined(findings[1:])
+        return joins.finding(runs)
 
     def _tells(self, known: _Known, batch: Any) -> bool:
         """Whether entries of a batch count nothing, in a way in which none before had any."""
@@ -223,10 +218,9 @@ class LoggedInEvaluation:
         new = [key for key, how in ways.items() if how is None and key not in known.said]
         known.said.update(new)
         if new:
-            keys = ", ".join(f"`{key}` ({found.lines[key]})" if key in found.lines else f"`{key}`" for key in new)
             rank_zero_warn(
-                f"what `self.log` is given as {keys} for a batch of `{name}` is not made of what its parts give; the "
-                f"mean over the {replicas} replicas is logged. Log a torchmetrics object."
+                f"what `self.log` is given as {with_lines(new, found)} for a batch of `{name}` is not made of what "
+                f"its parts give; the mean over the {replicas} replicas is logged. Log a torchmetrics object."
             )
 
 

@@ -28,7 +28,7 @@ from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.tables import Name, Table, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
-from lightning_megatron.strategy.loss.weighing import candidates
+from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, candidates, find
 from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
@@ -112,6 +112,20 @@ class Joins:
         for both, places in self.joins.items():
             found[both] = found[places[0]]._replace(size=sizes[both])
         return [found[place] for place in range(len(sizes))]
+
+    def finding(self, runs: Sequence[TrialRun]) -> Finding:
+        """How the loss and the logs of pieces at once come of those of each.
+
+        Args:
+            runs: of all pieces.
+        """
+        findings = []
+        for both, pair in self.joins.items():
+            parts = [self.pieces[index] for index in pair]
+            counts = {way: [way(part) for part in parts] for way in candidates(self.pieces[both], *parts)}
+            sizes = [float(batch_size_of(part)) for part in parts]
+            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
+        return findings[0].joined(findings[1:])
 
 
 class RowsOfPieces:

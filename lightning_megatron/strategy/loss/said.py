@@ -82,7 +82,7 @@ def say_reading(before: Reading, found: Finding, now: Reading, parts: int, stage
     new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]
     if new:
         rank_zero_warn(
-            f"what `self.log` is given as {_with_lines(new, found)} for a batch is not made of what its micro-batches "
+            f"what `self.log` is given as {with_lines(new, found)} for a batch is not made of what its micro-batches "
             "give; the mean of theirs is logged. Log a torchmetrics object, or pass `whole_batch_loss=True`."
         )
 
@@ -170,7 +170,7 @@ def warn_of_replicas(
     new = [key for key, ways in now.logs.items() if not ways and before.logs.get(key, True)]
     if new and not ((cut and not (now.whole and now.fits)) or found.gathers):
         rank_zero_warn(
-            f"what `self.log` is given as {_with_lines(new, found)} for a batch is not made of what its parts give; "
+            f"what `self.log` is given as {with_lines(new, found)} for a batch is not made of what its parts give; "
             f"the mean over the {replicas} replicas is logged. Log a torchmetrics object."
         )
 
@@ -252,7 +252,8 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
         )
 
 
-def _with_lines(keys: Iterable[str], found: Finding) -> str:
+def with_lines(keys: Iterable[str], found: Finding) -> str:
+    """Keys of logged numbers, each with the line that logs it, where that is known."""
     return ", ".join(f"`{key}` ({found.lines[key]})" if key in found.lines else f"`{key}`" for key in keys)
 
 

@@ -59,8 +59,6 @@ from lightning_megatron.strategy.loss.weighing import (
     Finding,
     Reading,
     TrialRun,
-    candidates,
-    find,
     narrowest,
     weighs_otherwise,
 )
@@ -368,13 +366,7 @@ class LossTrials:
             TrialRun(float(loss.detach()), narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
             for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
-        findings = []
-        for both, pair in joins.joins.items():
-            parts = [joins.pieces[index] for index in pair]
-            counts = {way: [way(part) for part in parts] for way in candidates(joins.pieces[both], *parts)}
-            sizes = [float(batch_size_of(part)) for part in parts]
-            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
-        found = replace(findings[0].joined(findings[1:]), failed=tried.failed, gathers=gathers)
+        found = replace(joins.finding(runs), failed=tried.failed, gathers=gathers)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)
