@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.draws.batch_draws import lines_that_draw
 from lightning_megatron.mesh.draws.same_draws import SameDraws
+from lightning_megatron.mesh.other_generators import OtherDraws
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import CompiledCall, has_compiled, is_given_compiled
 from tests.harness import RankInfo, run_trainers
@@ -159,7 +160,59 @@ class Each(Sometimes):
         return torch.stack([row * torch.rand((), dtype=x.dtype) for row in x])
 
 
-KINDS = {kind.__name__: kind for kind in (Tosses, Mixed, Shares, Once, Coins, Sometimes, Mixup, Vector, Each)}
+class Shuffled(Sometimes):
+    """Mixes the samples of a batch, in an order of Python's."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        order = list(range(len(x)))
+        random.shuffle(order)
+        return 0.7 * x + 0.3 * x[order]
+
+
+class Permuted(Sometimes):
+    """The same, in an order of NumPy's."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return 0.7 * x + 0.3 * x[np.random.permutation(len(x))]
+
+
+class EachOther(Sometimes):
+    """Draws a number of Python's for each sample, one after the other."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return torch.stack([row * random.random() for row in x])
+
+
+class LateCoins(Coins):
+    """Its layers, and the code around them, begin to toss behind the steps that are tried."""
+
+    batches = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([LateTossing(layer.layer) for layer in self.layers])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for layer in self.layers:
+            layer.late = batch_idx > 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.layers[0].late:
+            return super().training_step(batch, batch_idx)
+        return self.tokens(self.hidden(batch[0]), batch[1])
+
+
+class LateTossing(Tossing):
+    """A layer that begins to toss."""
+
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.late else self.layer(x)
+
+
+_FOR_BATCHES = (Tosses, Mixed, Shares, Once, Coins, LateCoins, Sometimes, Vector)
+KINDS = {kind.__name__: kind for kind in (*_FOR_BATCHES, Mixup, Shuffled, Permuted, Each, EachOther)}
 
 
 def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -189,6 +242,18 @@ def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]
             {"micro_batch_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"},
             marks=WIDE,
         ),
+        ("LateCoins", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param("LateCoins", 1, {"micro_batch_size": 2}, marks=WIDE),
+        pytest.param("LateCoins", 4, {"micro_batch_size": 1, "pipeline_parallel_size": 4}, marks=WIDE),
+        pytest.param(
+            "LateCoins",
+            2,
+            {"micro_batch_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "zb-v"},
+            marks=WIDE,
+        ),
+        ("Shuffled", 1, {"micro_batch_size": 2}),
+        pytest.param("Shuffled", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}, marks=WIDE),
+        ("Permuted", 2, {"micro_batch_size": 2, "pipeline_parallel_size": 2}),
         ("Shares", 1, {"micro_batch_size": 2}),
         ("Sometimes", 1, {"micro_batch_size": 2}),
         ("Mixup", 1, {"micro_batch_size": 2}),
@@ -238,16 +303,36 @@ def test_what_each_micro_batch_has_drawn_for_the_batch_is_refused() -> None:
         assert "`bernoulli_` in" in said and "which each micro-batch has drawn for itself" in said, said
 
 
-def test_numbers_that_samples_of_micro_batches_have_shared_are_said() -> None:
-    (outcome,) = run_trainers(fit, "Each", {"micro_batch_size": 2}, devices=1, check=False, grace=20.0)
+@pytest.mark.parametrize(("name", "function"), [("Each", "rand"), ("EachOther", "random.random")])
+def test_numbers_that_samples_of_micro_batches_have_shared_are_said(name: str, function: str) -> None:
+    (outcome,) = run_trainers(fit, name, {"micro_batch_size": 2}, devices=1, check=False, grace=20.0)
     said = " ".join(f"{outcome.error}\n{outcome.output}".split())  # a warning is an error here
-    assert "`rand` in" in said and "all micro-batches had the same" in said, said
+    assert f"`{function}` in" in said and "all micro-batches had the same" in said, said
 
 
 def test_lines_that_draw_are_found_in_what_a_step_calls() -> None:
     found = lines_that_draw(function.__code__ for function in functions_of_step(Mixup()))
     assert {name for _, name in found} == {"rand", "randperm"}
     assert not lines_that_draw(function.__code__ for function in functions_of_step(Net()))
+
+
+def test_lines_that_draw_from_other_generators_are_found_however_they_name_them() -> None:
+    def draws() -> list[Any]:
+        from random import uniform
+
+        import numpy.random as others
+
+        own = random.Random(0)
+        return [own.random(), uniform(0, 1), others.rand(2), np.random.rand(3), [random.randint(0, 1) for _ in "ab"]]
+
+    found, noted = OtherDraws([draws]), list[tuple[str, tuple[int, ...]]]()
+    assert sorted(name for _, name in found.lines) == ["numpy.random.rand", "random.randint", "random.uniform"]
+    assert len({line for line, _ in found.lines}) == 1
+    with found.noting(lambda *drawn: noted.append(drawn)):
+        draws()
+    wanted = [("random.uniform", ()), ("numpy.random.rand", (2,)), ("numpy.random.rand", (3,))]
+    assert noted == [*wanted, ("random.randint", ()), ("random.randint", ())]
+    assert not hasattr(random.uniform, "__wrapped__")
 
 
 def test_batches_stay_whole_where_compiled_code_draws_for_them() -> None:

@@ -9,6 +9,9 @@ from streams that all micro-batches share::
     stream of micro-batch 1     key b ── mask ──              stream, as recomputation does, repeats it
     stream of the batch         coin ─────────────            of segment and number of the draw in it
 
+Python's and NumPy's generators begin alike in all micro-batches, so that what they draw for the batch falls alike.
+Which of their draws trials have met is known in the same way (:mod:`~lightning_megatron.mesh.other_generators`).
+
 A draw is known again by the line of the user's code, the function, and the shape. Backwards are taken over to run under
 the mode as well, as code in them is computed again.
 """
@@ -28,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.draws.answers import RUN_CODE, body_of
 from lightning_megatron.mesh.draws.functions import ANSWERS
+from lightning_megatron.mesh.other_generators import ORDERS, OtherDraws
 from lightning_megatron.mesh.torch_functions import line_of_user
 
 Shape = tuple[int, ...]
@@ -38,7 +42,7 @@ Draw = tuple[Place, Shape]
 _UNSEEN = frozenset[Shape]([()])  # a number, drawn where no trial has drawn, is one for the batch
 _BACKWARDS = {func: body_of(func) for func in RUN_CODE}
 _NAMES = {name for func in ANSWERS if (name := getattr(func, "__name__", ""))} | {"sample", "rsample"}
-_ORDERS = "randperm"
+_ORDERS = ORDERS | {"randperm"}
 _ASKS = 16  # trials for the sake of draws that steps before have met
 
 
@@ -72,6 +76,10 @@ class SeenDraws(TorchFunctionMode):
             self.counts[_place(func, args), tuple(output.shape)] += 1
         return output
 
+    def note(self, name: str, shape: Shape) -> None:
+        """Count a draw from Python's or NumPy's generator."""
+        self.counts[(line_of_user(), name, None), shape] += 1
+
 
 class BatchDraws(TorchFunctionMode):
     """Draws what is for the batch from streams that all micro-batches share, while it is active.
@@ -81,7 +89,8 @@ class BatchDraws(TorchFunctionMode):
         seed: of a segment's stream, by segment and call.
 
     Attributes:
-        is_on: whether a trial has seen any draw for a batch.
+        is_on: whether a trial has seen any draw for a batch from torch's generators.
+        others: lines that may draw from Python's and NumPy's generators.
     """
 
     def __init__(self, device: torch.device, seed: Callable[[int, int, int], int]) -> None:
@@ -89,6 +98,7 @@ class BatchDraws(TorchFunctionMode):
         self._device, self._seed = device, seed
         self.is_on = False
         self._mentioned: set[tuple[str, str]] = set()
+        self.others, self._compiled = OtherDraws(), False
         self._met_late, self._guessed = set[Place](), set[Place]()
         self._asked, self._notes = 0, False
         self._shapes: dict[Place, set[Shape]] = {}
@@ -96,18 +106,33 @@ class BatchDraws(TorchFunctionMode):
         self._entered: set[int] = set()
         self._met: dict[int, tuple[int, int]] = {}  # key -> seed, and number in its segment
 
-    def expect(self, lines: Iterable[tuple[str, str]]) -> None:
-        """Say which lines may draw in a training step; see :func:`lines_that_draw`."""
-        self._mentioned = set(lines)
+    def expect(self, functions: Collection[types.FunctionType], *, compiled: bool) -> None:
+        """Say what a training step may run.
+
+        Args:
+            functions: the user's that it may call; see :func:`lines_that_draw`.
+            compiled: whether any code is compiled, of which it cannot be said what it draws.
+        """
+        others = OtherDraws(functions)
+        self._compiled = compiled and bool(others.lines)
+        if not compiled:
+            self.others = others
+            self._mentioned = lines_that_draw(function.__code__ for function in functions) | others.lines
+
+    @property
+    def others_may_come(self) -> bool:
+        """Whether a step may draw from Python's or NumPy's generator where no trial has."""
+        return self._compiled or any(map(_is_of_others, self._mentioned))
 
     def orders(self, met: Iterable[Place]) -> str:
-        """A line that may put the samples of a batch in an order and that no trial has met; "" if there is none.
+        """A function that may put the samples of a batch in an order and that no trial has met, and its line; or "".
 
         Args:
             met: by the latest trial.
         """
         left = self._mentioned - {(line, name) for line, name, _ in met}
-        return min((line for line, name in left if name == _ORDERS), default="")
+        orders = [(line, name) for line, name in left if name in _ORDERS]
+        return min((f"`{name if '.' in name else 'torch.' + name}` in {line}" for line, name in orders), default="")
 
     def may_draw(self, *, training: bool = True) -> bool:
         """Whether any draw of a step may be for the batch."""
@@ -139,6 +164,8 @@ class BatchDraws(TorchFunctionMode):
             self._mentioned = {one for one in self._mentioned if not _is_met(one, place)}
         for place, shape in of_batch:
             self._shapes.setdefault(place, set()).add(shape)
+            if _is_of_others(place):
+                continue  # which all micro-batches have drawn alike
             self.is_on = True
             if place in late and shape not in _UNSEEN:
                 raise RuntimeError(
@@ -159,8 +186,16 @@ class BatchDraws(TorchFunctionMode):
         self._entered.clear()
         self._met.clear()
         self._notes = training
-        with self:
+        unmet = training and any(map(_is_of_others, self._mentioned))
+        with self, self.others.noting(self._meet) if unmet else contextlib.nullcontext():
             yield
+
+    def _meet(self, name: str, shape: Shape) -> None:
+        """Take a draw from Python's or NumPy's generator that no trial has met for one of the batch."""
+        place = (line_of_user(), name, None)
+        if place not in self._shapes:
+            self._met_late.add(place)
+            self._guessed.add(place)
 
     def enter(self, seed: int, segment: int, call: int) -> None:
         """Say that a segment of a micro-batch draws from a stream of its own from now on.
@@ -222,7 +257,12 @@ class BatchDraws(TorchFunctionMode):
 def _is_met(mentioned: tuple[str, str], place: Place) -> bool:
     """Whether a draw is one that a line mentions, which may name another function that draws by it."""
     (line, name), (at, drawn, _) = mentioned, place
-    return line == at and (name == drawn or _ORDERS not in (name, drawn))
+    return line == at and (name == drawn or _ORDERS.isdisjoint((name, drawn)))
+
+
+def _is_of_others(place: tuple[Any, ...]) -> bool:
+    """Whether a place, or a line, draws from Python's or NumPy's generator."""
+    return str(place[1]).startswith(("random.", "numpy."))
 
 
 def _place(func: Any, args: Any) -> Place:

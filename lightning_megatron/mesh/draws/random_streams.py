@@ -31,7 +31,8 @@ import torch
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws, Place
 from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.draws.mode import LayoutDraws
-from lightning_megatron.mesh.draws.same_draws import Drawn, states_of_others
+from lightning_megatron.mesh.draws.same_draws import Drawn
+from lightning_megatron.mesh.other_generators import all_of_others, set_others, states_of_others
 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
@@ -101,7 +102,7 @@ class SegmentStreams:
         shared = [place for one in told for place in self.of_batch.learn(one.places, one.of_batch)]
         self._others_seen |= any(one.others for one in told)
         if told and training:
-            self.others_in_layers = self._others_seen
+            self.others_in_layers = self._others_seen or self.of_batch.others_may_come
         return shared
 
     def state_dict(self) -> dict[str, int]:
@@ -366,19 +367,6 @@ def collect_rng_state(device: torch.device) -> dict[str, Any]:
         kind, keys, *rest = state["numpy"]
         state["numpy"] = (kind, keys.tolist(), *rest)
     return state
-
-
-def all_of_others() -> dict[str, Any]:
-    """States of Python's and NumPy's generators."""
-    numpy = {"numpy": sys.modules["numpy"].random.get_state()} if "numpy" in sys.modules else {}
-    return {"python": random.getstate(), **numpy}
-
-
-def set_others(state: Mapping[str, Any]) -> None:
-    """Restore states that :func:`all_of_others` returned."""
-    random.setstate(state["python"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
 
 
 def current_rng_state(device: torch.device) -> dict[str, Any]:

@@ -19,8 +19,6 @@ that is the user's. For every sample these are other numbers in a batch than in 
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.mesh.draws.batch_draws import Draw, Place, SeenDraws
+from lightning_megatron.mesh.other_generators import OtherDraws, states_of_others
 
 _PERMUTES = "aten::randperm"  # of two parts joined it is no permutation
 _ORDER = "an order of the samples (`torch.randperm`)"
@@ -58,6 +57,7 @@ class SameDraws:
         joins: number of a run -> the earlier runs whose samples it has, one behind the other.
 
         is_foreign: whether a seed of torch's generators is none that this package has given.
+        others: lines that may draw from Python's and NumPy's generators.
 
     Attributes:
         narrow: whether anything was computed in a type narrower than float64.
@@ -68,10 +68,13 @@ class SameDraws:
     """
 
     def __init__(
-        self, joins: Mapping[int, tuple[int, ...]], is_foreign: Callable[[int], bool] = lambda _: False
+        self,
+        joins: Mapping[int, tuple[int, ...]],
+        is_foreign: Callable[[int], bool] = lambda _: False,
+        others: OtherDraws | None = None,
     ) -> None:
         self.narrow, self.apart, self.any, self.others = False, "", False, False
-        self._is_foreign = is_foreign
+        self._is_foreign, self._lines = is_foreign, others or OtherDraws()
         self._own: dict[tuple[int, int], list[Tensor]] = {}
         self._others: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._joins = joins
@@ -103,7 +106,7 @@ class SameDraws:
             take = lambda drawn: _given(next(rows, ()), drawn)  # noqa: E731
         try:
             draws = _Draws(take, lambda name, drawn: own.append((name, drawn.clone())), self._is_foreign)
-            with self._seeing(draws), SeenDraws() as seen:
+            with self._seeing(draws), SeenDraws() as seen, self._lines.noting(seen.note):
                 self._seen[index, call] = seen.counts
                 yield
         finally:  # a stage ends its run by raising
@@ -165,12 +168,6 @@ def _given(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
     if parts and all(part.shape == own.shape and torch.equal(part, parts[0]) for part in parts):
         return parts[0].to(own.dtype, copy=True)
     return _joined(parts, own)
-
-
-def states_of_others() -> tuple[Any, Any]:
-    """What tells how far Python's and NumPy's generators have come."""
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
-    return hash(random.getstate()), (int(numpy[1][0]), *numpy[2:])
 
 
 class _Draws(TorchDispatchMode):

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.mesh.draws.random_streams import all_of_others, set_others
-from lightning_megatron.mesh.draws.same_draws import states_of_others
+from lightning_megatron.mesh.other_generators import all_of_others, set_others, states_of_others
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import Change, Contents, Snapshot
 

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
@@ -150,7 +151,14 @@ class LoggedInEvaluation:
         foreign, call = context.streams.is_foreign, context.experts.ending(call) if stages.repeats is None else call
         sees = SeesGroup(context.mesh.group("data_parallel"))
         run = Tried(
-            context.gradients.on_parts(call), context.recording, traces, joins, stages, 2, sees, is_foreign=foreign
+            context.gradients.on_parts(call),
+            context.recording,
+            traces,
+            joins,
+            stages,
+            2,
+            sees,
+            SameDraws(joins.joins, foreign),
         )
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
         checked, repeats = (max(joins.pieces, key=batch_size_of), len(joins.pieces)), stages.repeats

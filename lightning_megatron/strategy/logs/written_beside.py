@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.draws.given_again import State, set_state
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal, refill
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, found_again
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
+from lightning_megatron.strategy.recheck import is_due
 
 Place = tuple[Address, Any]
 """Of a table, and a key in it."""

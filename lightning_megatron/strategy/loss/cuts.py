@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
-from lightning_megatron.mesh.draws.batch_draws import lines_that_draw
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
@@ -97,9 +96,9 @@ class Cuts:
         self.trials = LossTrials(context)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
         alone = self._layout.pipeline == 1 and self._options.micro_batch_size == "auto"
-        if tries and not (alone or has_compiled(context.module)):
-            codes = [function.__code__ for function in functions_of_step(context.module)]
-            context.streams.of_batch.expect(lines_that_draw(codes))
+        if tries and not alone:
+            called = functions_of_step(context.module)
+            context.streams.of_batch.expect(called, compiled=has_compiled(context.module))
         self._backwards_told = BackwardsOverReplicas(context, asks=self._tries_uncut and alone)
 
     def close(self) -> None:

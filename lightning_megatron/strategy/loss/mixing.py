@@ -32,10 +32,10 @@ from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, d
 from lightning_megatron.experts.routers import mixtures_of, routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
 from lightning_megatron.strategy.loss.over_replicas import SeesGroup, joined
+from lightning_megatron.strategy.recheck import is_due
 from lightning_megatron.strategy.step.counts_first import CountsFirst
 from lightning_megatron.strategy.step.step_context import StepContext
 

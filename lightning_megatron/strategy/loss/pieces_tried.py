@@ -33,7 +33,7 @@ from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
 _PARTS = 5  # most micro-batches that are tried
-_ORDER = "an order of the samples, behind a condition that the trial did not meet: `torch.randperm`"
+_ORDER = "an order of the samples, behind a condition that the trial did not meet:"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
 _FEW = 4  # samples at once, of fewer of which some losses look like means
 
@@ -207,7 +207,7 @@ class Tried:
         stages: of this rank's pipeline.
         counts_as: how many micro-batches the logs of each piece are told that there are.
         around: each run.
-        is_foreign: see :class:`.SameDraws`.
+        draws: of the pieces.
         kept: of the samples of earlier steps, cut for each piece.
 
     Attributes:
@@ -225,13 +225,13 @@ class Tried:
         stages: Stages,
         counts_as: int = 1,
         around: AbstractContextManager[Any] | None = None,
-        is_foreign: Callable[[int], bool] = lambda _: False,
+        draws: SameDraws | None = None,
         kept: RowsOfPieces = NOTHING_KEPT,
     ) -> None:
         self._around = nullcontext() if around is None else around
         self._counts_as, self.kept = counts_as, kept
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
-        self.draws, self._stages, self.failed = SameDraws(joins.joins, is_foreign), stages, ""
+        self.draws, self._stages, self.failed = draws or SameDraws(joins.joins), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
         self._metrics = MetricStates(traces.module)
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
@@ -298,7 +298,7 @@ class Tried:
         if self.draws_compiled:
             return found._replace(apart=found.apart or _COMPILED, of_batch=frozenset())
         line = "" if watched is None else watched.orders(found.places)
-        return found._replace(apart=found.apart or (line and f"{_ORDER} in {line}"))
+        return found._replace(apart=found.apart or (line and f"{_ORDER} {line}"))
 
     @property
     def draws_compiled(self) -> bool:

@@ -30,6 +30,7 @@ import torch
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.global_rows import Deal
+from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
@@ -244,11 +245,12 @@ class LossTrials:
         call = self._context.gradients.on_parts(call)
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
-        foreign, watched, passes = self._streams.is_foreign, self._streams.of_batch, self._passes()
+        watched, passes = self._streams.of_batch, self._passes()
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
         around = middle or sees
         kept = self._kept_of(joins, of)
-        tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, is_foreign=foreign, kept=kept)
+        draws = SameDraws(joins.joins, self._streams.is_foreign, watched.others)
+        tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, draws, kept)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows

@@ -22,11 +22,11 @@ from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.renormalised_rows import renormalised
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import extremes_over
-from lightning_megatron.mesh.recheck import is_due
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.hooks import writes_unseen
 from lightning_megatron.strategy.processes import Processes
+from lightning_megatron.strategy.recheck import is_due
 
 _APART = 1e-7  # of the sum of magnitudes; far above what sums in another order differ by
 _APART_STAGES = 1e-6  # each of which updates its own

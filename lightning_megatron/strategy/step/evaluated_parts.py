@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
@@ -154,7 +155,7 @@ class EvaluatedParts:
         joins = Joins(batch, parts, beyond)
         traces = Traces(context.module, beside=True)
         foreign = context.streams.is_foreign
-        run = Tried(call, context.recording, traces, joins, stages, counts_as=2, is_foreign=foreign)
+        run = Tried(call, context.recording, traces, joins, stages, counts_as=2, draws=SameDraws(joins.joins, foreign))
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         repeats = stages.repeats
