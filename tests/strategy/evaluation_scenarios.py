@@ -118,3 +118,36 @@ def evaluate(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]
     schedules = trainer.strategy._run.engine.schedules if layout else ()  # type: ignore[attr-defined]
     cuts = {count for count, only in schedules if only}
     return {"logged": logged, "seen": module.seen, "given": trainer.predict(module), "cuts": cuts}
+
+
+class Baseline(Task):
+    """Validates guesses that need no layer, and in the second batch the model as well.
+
+    Args:
+        model: whether it does.
+    """
+
+    def __init__(self, model: bool) -> None:
+        super().__init__()
+        self.model = model
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*tokens(20, padded_from=20)), batch_size=BATCH)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        counts = torch.bincount(batch[1].flatten(), minlength=VOCABULARY)
+        self.log("guessed", (counts.max() / counts.sum()).double())
+        if self.model and batch_idx == 1:
+            self.log("loss", self.loss(*batch))
+
+
+def baseline(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """Trains and validates; losses, and what was logged."""
+    found: list[Any] = []
+    for model in (False, True):
+        torch.manual_seed(7)
+        trainer, module = trainer_for(info, layout, arguments, max_epochs=2, num_sanity_val_steps=1), Baseline(model)
+        trainer.fit(module)
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        found.append(trainer.validate(module, verbose=False))
+    return found

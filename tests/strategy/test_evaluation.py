@@ -11,7 +11,7 @@ import torch
 
 from lightning_megatron.strategy.logs.joined import Joined, NotJoinable, Unforeseen
 from tests.harness import run_trainers
-from tests.parity.scenario import differences
+from tests.parity.scenario import compare_scenario, differences
 from tests.strategy import evaluation_scenarios as evaluation
 
 LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -45,6 +45,18 @@ def test_evaluation_in_micro_batches_is_that_of_one_process(layout: str, kind: s
         for key in ("logged", "seen", "given"):
             found = list(differences("", outcome.value[key], plain.value[key], 1e-9))
             assert not found, f"rank {outcome.rank}, {key}:\n" + "\n".join(found[:10])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        pytest.param({"evaluation_micro_batch_size": 2}, marks=pytest.mark.wide),
+        pytest.param({"pipeline_schedule": "zb-v"}, marks=pytest.mark.wide),
+    ],
+)
+def test_a_step_of_evaluation_may_leave_the_layers_out(arguments: dict[str, Any]) -> None:
+    compare_scenario(evaluation.baseline, (2, 1), **arguments)
 
 
 SIZES = {"sizes": [2.0, 1.0]}

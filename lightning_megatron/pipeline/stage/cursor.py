@@ -169,7 +169,7 @@ class StageCursor:
     def check_finished(self) -> None:
         """Complain about a step that returned without having called every layer."""
         if self._next < self.stop or self.sends:
-            order.refuse_end(self._trunk, self._next, self._layers)
+            order.refuse_end(self._trunk, self._next, self._layers, self.where)
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""

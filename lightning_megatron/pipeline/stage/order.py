@@ -7,11 +7,15 @@ from typing import NoReturn
 from lightning_megatron.pipeline.stage.final_state import TRIAL, tried
 
 _EVALUATE = ("validation_step", "test_step", "predict_step")
-STARTS_OVER = frozenset((*_EVALUATE, *map(tried, _EVALUATE), TRIAL))
+_EVALUATES = frozenset((*_EVALUATE, *map(tried, _EVALUATE)))
+STARTS_OVER = frozenset((*_EVALUATES, TRIAL))
 
 
 class CalledAgain(BaseException):
-    """A step of evaluation, or a trial, calls the layers again; no ``Exception``, which user code might catch."""
+    """A step of evaluation, or a trial, calls the layers again, or one of evaluation calls none.
+
+    It is no ``Exception``, which user code might catch.
+    """
 
 
 def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
@@ -47,8 +51,22 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
     )
 
 
-def refuse_end(trunk: str, called: int, layers: int) -> NoReturn:
-    """Complain about a step that has ended after ``called`` of all layers."""
+def refuse_end(trunk: str, called: int, layers: int, where: str) -> NoReturn:
+    """Complain about a step that has ended after ``called`` of all layers.
+
+    Args:
+        trunk: name of the layers.
+        called: how many of them it has called.
+        layers: how many there are.
+        where: name of the step.
+
+    Raises:
+        CalledAgain: a step of evaluation has called none (a baseline, or a measure of the data): every stage can run
+            it from beginning to end.
+        RuntimeError: all else.
+    """
+    if not called and where in _EVALUATES:
+        raise CalledAgain
     said = f"called only {called} of the {layers}" if called else "did not call the"
     raise RuntimeError(
         f"the step {said} layers of `{trunk}`; under a pipeline every layer must be called exactly once, and layer "
