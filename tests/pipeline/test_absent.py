@@ -7,6 +7,7 @@ import torch
 
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
 from lightning_megatron.pipeline.elsewhere.away import unmarked
+from lightning_megatron.pipeline.elsewhere.listing import Unread
 from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 
@@ -36,3 +37,12 @@ def test_behind_a_backward_of_the_step_a_gradient_of_another_stage_answers_as_in
         float(gradient.norm())
     with pytest.raises(RuntimeError, match=r"`layers\.1\.weight` was written into another tensor by `copy_`"):
         torch.ones(2, 3).copy_(gradient)
+
+
+def test_a_step_that_updates_a_target_network_is_told_where_to_do_it():
+    unread = torch.zeros(3).as_subclass(Unread)
+    unread.module = "net"
+    with pytest.raises(RuntimeError, match=r"parameters of `net` into other tensors \(`lerp_`\).*`on_train_batch_end`"):
+        torch.ones(3).lerp_(unread, 0.1)
+    with pytest.raises(RuntimeError, match="the step read all parameters of `net`"):
+        unread.square()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -23,6 +25,28 @@ class Over(TokenTask):
         self.net.head.weight = self.net.embed.weight
         self.unused = nn.Parameter(torch.ones(3))
         self.__dict__["kept"] = []
+
+
+class Followed(Over):
+    """Follows the network by a copy that is neither frozen nor named like one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = copy.deepcopy(self.net)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        logits = self.net(tokens)
+        with torch.no_grad():
+            wanted = self.other(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + (logits - wanted).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for source, followed in zip(self.net.parameters(), self.other.parameters(), strict=True):
+            followed.data.copy_(0.5 * followed.data + 0.5 * source.data)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
 class Scaled(Over):
@@ -161,7 +185,20 @@ class Sparse(Callback):
 
 KINDS: dict[str, type[Over]] = {
     kind.__name__: kind
-    for kind in (Over, Scaled, Auto, Skipping, Noisy, Groups, Counting, OnOneRank, Large, Pulled, PulledAfterwards)
+    for kind in (
+        Over,
+        Followed,
+        Scaled,
+        Auto,
+        Skipping,
+        Noisy,
+        Groups,
+        Counting,
+        OnOneRank,
+        Large,
+        Pulled,
+        PulledAfterwards,
+    )
 }
 
 

@@ -17,8 +17,8 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp2xpp2": ((2, 1), {"tensor_parallel_size": 2}),
     "dp2xpp2": ((2, 2), {}),
 }
-KINDS = ("Over", "Scaled", "Auto", "Skipping", "Noisy", "Groups", "Counting")
-QUICK = {("pp2", "Auto"), ("pp2", "Noisy"), ("pp2", "Groups"), ("tp2xpp2", "Scaled")}
+KINDS = ("Over", "Followed", "Scaled", "Auto", "Skipping", "Noisy", "Groups", "Counting")
+QUICK = {("pp2", "Auto"), ("pp2", "Followed"), ("pp2", "Noisy"), ("pp2", "Groups"), ("tp2xpp2", "Scaled")}
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,13 @@ class Unread(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         listed = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).module
+        if name.endswith("_") and not name.startswith("__") and args and not isinstance(args[0], cls):
+            raise RuntimeError(
+                f"the step writes what it makes of parameters of `{listed}` into other tensors (`{name}`), as where it "
+                "updates a target network, and under a pipeline each stage has only its own. Do it in a hook, such as "
+                "`on_train_batch_start` or `on_train_batch_end`, where each stage updates its part of a copy and the "
+                "parts are exchanged; or use `pipeline_parallel_size=1`."
+            )
         raise RuntimeError(
             f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so a sum "
             "over them would be wrong. Use the optimizer's `weight_decay` instead of a penalty in the loss, or "

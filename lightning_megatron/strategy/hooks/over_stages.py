@@ -50,6 +50,7 @@ _DRAWS = (
 _COUNTS = (
     *("sum", "norm", "vector_norm", "stack", "cat", "mean", "std", "var", "dot", "max", "min", "any", "all", "sqrt"),
     *("item", "float", "tolist", "parameters_to_vector", "numel", "isnan", "isinf", "isfinite", "kthvalue", "topk"),
+    "zip",  # of those of a network and of its copy, which has to pair the same ones
 )
 _OF_OWN = ("state", "state_dict", "add_param_group", "deepcopy")  # which are of what a stage has
 _READS = frozenset(
@@ -323,7 +324,8 @@ class StageNumbers(TorchFunctionMode):
         raise RuntimeError(
             f"`{self._hook}` brings together, by `{name}`, tensors of more than {LARGEST} elements that different "
             f"pipeline stages have{f', among them of `{min(parts)}`' if parts else ''}{_line_of_user()}. Numbers made "
-            "of each parameter by itself, such as norms and sums, may meet; or use `pipeline_parallel_size=1`."
+            "of each parameter by itself, such as norms and sums, may meet. A copy that follows a network is kept on "
+            "every stage where it is frozen (`requires_grad_(False)`). Or use `pipeline_parallel_size=1`."
         )
 
 
