@@ -61,10 +61,8 @@ def parallelize(
         return ParallelReport("none", 1, False, whole_table(module))
     if synchronize:
         broadcast_state(module, group)
-    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example, whole)
+    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example, whole, splits_input=splits_input)
     _agree(blueprint, group)
-    if sequence is not None:
-        sequence.splits_input = splits_input
     return _carry_out(module, group, blueprint, sequence)
 
 
@@ -124,6 +122,8 @@ def _decide(
     example: Any,
     whole: Collection[str] = (),
     unlike: Collection[str] = (),
+    *,
+    splits_input: bool = True,
 ) -> tuple[Blueprint, SequencePlan | None]:
     """All decisions about a module, which does not change. Compiled parts run uncompiled in the trials."""
     if not isinstance(plan, (str, Mapping)):
@@ -135,8 +135,9 @@ def _decide(
         blueprint = draw_up(study.module, size, plan, example, kept)
         across = next(filter(None, (study.list_across(region.members) for region in blueprint.regions)), None)
         if across is not None:  # layers that are split by turns
-            return _decide(module, size, plan, sequence_parallel, example, whole, (*unlike, across))
-        sequence = plan_sequence(study.module, blueprint) if sequence_parallel else None
+            beside = whole, (*unlike, across)
+            return _decide(module, size, plan, sequence_parallel, example, *beside, splits_input=splits_input)
+        sequence = plan_sequence(study.module, blueprint, splits_input) if sequence_parallel else None
         carried = None if sequence is None else sequence.carried_over(study, module)
         return carried_over(blueprint, study, module), carried
 
@@ -171,6 +172,9 @@ def _carry_out(
     builder.build()
     _fill(module, report, builder, sequence)
     report.notes += _remarks(blueprint)
+    if sequence is not None and sequence.gathers_each:
+        why = sequence.between or "the code between them was not tried: give the module a `forward` that runs it"
+        report.notes.append(f"Under sequence parallelism each layer gathers its output ({why}).")
     return report
 
 

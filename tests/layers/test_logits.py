@@ -68,6 +68,7 @@ SPLIT = {
     "joined": lambda z, y: F.cross_entropy(torch.cat([z, 2 * z], 0).flatten(0, 1), torch.cat([y, y]).flatten()),
     "bias": lambda z, y: F.cross_entropy((z + TEACHER).flatten(0, 1), y.flatten()),
     "two heads": lambda z, y: F.cross_entropy((z + 0.5 * z).flatten(0, 1), y.flatten()),
+    "another of its shape": lambda z, y: (z * torch.linspace(-1, 1, z.numel(), dtype=z.dtype).view_as(z)).sum(),
     "same shape": lambda z, y: F.cross_entropy(z.reshape_as(z.detach()).flatten(0, 1), y.flatten()),
 }
 

@@ -259,4 +259,91 @@ class Conditions(nn.Module):
         return x * self.scale if self.after else x
 
 
+class Exits(Stack):
+    """Gives what a head makes of each layer's output, as for early exits and deep supervision.
+
+    Args:
+        by_layers: whether each layer has a head of its own, whose logits it returns beside its output.
+    """
+
+    def __init__(self, by_layers: bool = False) -> None:
+        kind = ExitBlock if by_layers else Block
+        super().__init__(lambda: kind(WIDTH, 4, CausalSelfAttention))
+        self.head, self.by_layers = nn.Linear(WIDTH, 50), by_layers
+
+    def forward(self, ids: Tensor) -> Any:
+        x, exits = self.embed(ids), []
+        for layer in self.layers:
+            x, logits = layer(x) if self.by_layers else (layer(x), None)
+            exits.append(self.head(x) if logits is None else logits)
+        return torch.stack(exits)
+
+
+class ExitBlock(Block):
+    """Returns logits beside its output."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.exit = nn.Linear(WIDTH, 50)
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        x = super().forward(x)
+        return x, self.exit(x)
+
+
+class Coupling(nn.Module):
+    """A layer of a normalising flow: returns the logarithm of its determinant beside its output, or adds it to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH // 2, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        kept, changed = x.chunk(2, -1)
+        scale, shift = self.down(torch.tanh(self.up(kept))).chunk(2, -1)
+        scale = torch.tanh(scale)
+        found = scale.sum(-1)
+        return torch.cat([changed * scale.exp() + shift, kept], -1), found if total is None else total + found
+
+
+class Flow(nn.Module):
+    """A normalising flow.
+
+    Args:
+        passes: whether layers are given the sum of the layers before.
+    """
+
+    def __init__(self, passes: bool = False) -> None:
+        super().__init__()
+        self.embed, self.passes = nn.Embedding(50, WIDTH), passes
+        self.layers = nn.ModuleList([Coupling() for _ in range(3)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        total = x.new_zeros(x.shape[:2])
+        for layer in self.layers:
+            if self.passes:
+                x, total = layer(x, total)
+            else:
+                x, found = layer(x)
+                total = total + found
+        return x.square().sum(-1) - total
+
+
+class MeanOfTokens(nn.Module):
+    """Gives layers a mean over the tokens that earlier layers gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(50, WIDTH), nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.layers = nn.ModuleList([Conditioned(WIDTH, 4, CausalSelfAttention) for _ in range(2)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, scale = self.embed(ids), self.first
+        for layer in self.layers:
+            x = layer(x, scale)
+            scale = x.mean(1, keepdim=True)
+        return x * scale
+
+
 LEAKY = (Autoencoder, KeepsHidden, CountsActive, ProbesHidden, TrainingNorm, CentredGradient, ScaledAttention)

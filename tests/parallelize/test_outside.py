@@ -24,8 +24,11 @@ from tests.parallelize.models_leaky import (
     Autoencoder,
     CentredGradient,
     Conditions,
+    Exits,
     Flattening,
+    Flow,
     GatedByInput,
+    MeanOfTokens,
     Penalised,
     ScaledAttention,
     Stack,
@@ -95,12 +98,7 @@ def test_gradients_are_summed_only_where_heads_are_local_or_the_sequence_is_spli
 REFUSED_WITH_SHARDS = {
     "shared": (lambda: Stack(lambda: ScaledAttention()), r"'layers\.0\.shared\.scale' acts on a part of the tokens"),
     "flattened": (lambda: Stack(Flattening), r"tokens are flattened between 'layers\.0\.up', which reads 3 dims"),
-    "residual around the layers": (
-        lambda: Stack(lambda: Block(WIDTH, 4, CausalSelfAttention), around=True),
-        r"code between the layers of 'layers' does not work",
-    ),
     "condition used after the layers": (lambda: Conditions(after=True), r"'scale' acts on a part of the tokens"),
-    "mean over tokens": (lambda: Conditions(mean=True), r"code between the layers of 'layers' does not work"),
 }
 
 
@@ -109,6 +107,14 @@ def test_what_would_be_wrong_on_sequence_shards_is_refused(case):
     build, said = REFUSED_WITH_SHARDS[case]
     with pytest.raises(ValueError, match=said):
         explain(build().double(), 2, sequence_parallel=True)
+
+
+def test_a_layer_that_is_split_by_itself_is_refused_or_left_whole_on_sequence_shards():
+    plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "layers.*.exit": "colwise_gather_output"}
+    with pytest.raises(ValueError, match=r"the plan splits 'layers\.0\.exit' \(colwise_gather_output\) by itself"):
+        explain(Exits(by_layers=True), 2, plan, sequence_parallel=True)
+    report = explain(Exits(by_layers=True), 2, sequence_parallel=True)
+    assert report.parameters["layers.0.exit.weight"].replicated and "layers.0.exit.weight" in report.partial_gradients
 
 
 @pytest.mark.parametrize("kind", [Conditions, Tables])
@@ -123,6 +129,66 @@ def test_parameters_that_reach_sequence_shards_beside_the_hidden_state_have_whol
         model(ids).square().mean().backward()
     reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
     assert_same_gradients(module, report.parameters, whole)
+
+
+WHOLE_BETWEEN = {
+    "residual around the layers": lambda: Stack(lambda: Block(WIDTH, 4, CausalSelfAttention), around=True),
+    "mean over tokens": lambda: Conditions(mean=True),
+    "mean of what layers gave": MeanOfTokens,
+    "condition used after the layers too": lambda: Conditions(mean=True, after=True),
+    "exits": Exits,
+    "exits of layers": lambda: Exits(by_layers=True),
+    "flow": Flow,
+    "flow that passes its sum": lambda: Flow(passes=True),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_BETWEEN)
+@run_ranks(tensor=2)
+def test_code_that_reads_what_layers_give_sees_all_tokens(mesh, case):
+    torch.manual_seed(0)
+    module = WHOLE_BETWEEN[case]().double()
+    whole = copy.deepcopy(module)
+    report = parallelize(module, mesh, sequence_parallel=True)
+    assert "each layer gathers its output" in report.explain()
+    _compare_outputs_and_gradients(module, whole, report, mesh, lambda model: model(torch.arange(24).view(2, 12)))
+
+
+@pytest.mark.parametrize("kind", [Stack, Flow])
+@run_ranks(tensor=2)
+def test_code_that_calls_the_layers_itself_sees_all_tokens(mesh, kind):
+    torch.manual_seed(0)
+    module = (Stack(lambda: Block(WIDTH, 4, CausalSelfAttention)) if kind is Stack else Flow()).double()
+    whole = copy.deepcopy(module)
+    report = parallelize(module, mesh, sequence_parallel=True)
+
+    def by_hand(model):
+        x, kept = model.embed(torch.arange(24).view(2, 12)), []
+        for layer in model.layers:
+            x = layer(x) if kind is Stack else layer(x)[0]
+            kept.append(x.mean(1))
+        return torch.stack(kept)
+
+    _compare_outputs_and_gradients(module, whole, report, mesh, by_hand)
+
+
+def _compare_outputs_and_gradients(module, whole, report, mesh, run):
+    outputs = [run(model) for model in (module, whole)]
+    torch.testing.assert_close(*outputs, **EXACT)
+    for output in outputs:
+        (
+            output * torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)
+        ).square().mean().backward()
+    reduce_partial_gradients(module, report.parameters, tensor_group(mesh))
+    assert_same_gradients(module, report.parameters, whole)
+
+
+@run_ranks(tensor=2)
+def test_other_code_is_refused_where_gradients_beside_the_layers_are_partial(mesh):
+    module = Conditions().double()
+    parallelize(module, mesh, sequence_parallel=True)
+    with pytest.raises(RuntimeError, match=r"layer `layers\.0` is called by other code than that of `Conditions`"):
+        module.layers[0](module.embed(torch.arange(24).view(2, 12)), module.scale)
 
 
 @pytest.mark.parametrize("samples", [1, 2])

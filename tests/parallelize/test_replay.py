@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.parallelize.reading.replay import Replay
 from lightning_megatron.parallelize.reading.trace import trace
 from tests.parallelize.models import Block, CausalSelfAttention
@@ -253,3 +254,20 @@ def test_a_copy_is_freed_with_its_trial(fails: bool) -> None:
         assert runners and not any(runner() for runner in runners)
     finally:
         gc.enable()
+
+
+class Sides(nn.Module):
+    """Takes two tensors whose sizes nobody guesses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.side = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(3, 8)
+        self.example_input_array = torch.randn(2, 8), torch.randn(2, 3)
+
+    def forward(self, x: Tensor, side: Tensor) -> Tensor:
+        return self.net(x) + self.side(side)
+
+
+def test_an_example_is_read_in_the_dtype_of_the_module():
+    found, why = run_examples(Sides().double())
+    assert found is not None and found.roots == [""] and "side" in found.calls, why

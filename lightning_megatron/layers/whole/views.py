@@ -13,8 +13,11 @@ from lightning_megatron.layers.whole.base import NeedsWhole, Rule, WholeTensor
 from lightning_megatron.mesh.torch_functions import getters
 
 
-def _reshape(func: Any, model: WholeTensor, *args: Any, **kwargs: Any) -> WholeTensor:
-    """Views that keep the cut dim as a dim of its own."""
+def _reshape(func: Any, model: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Views that keep the cut dim as a dim of its own; those of other tensors take the global shape."""
+    if not isinstance(model, WholeTensor):
+        shapes = [torch.empty(v.shape, device="meta") if isinstance(v, WholeTensor) else v for v in args]
+        return func(model, *shapes, **kwargs)  # type: ignore[no-any-return]
     if any(isinstance(value, torch.dtype) for value in args):
         raise NeedsWhole
     args = tuple(torch.empty(v.shape, device="meta") if isinstance(v, Tensor) else v for v in args)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_megatron.parallelize.reading.kinds import (
     hugging_face_models,
@@ -259,10 +260,23 @@ def _guesses(module: nn.Module) -> Iterator[Example]:
     if given is not None:
         inner = _given(given)
         yield Example("", inner.args, inner.kwargs)
+        yield Example("", *tree_map(_converting(module), (inner.args, inner.kwargs)))  # as a precision converts batches
     name, part = "", module
     while part is not None:
         yield from (Example(name, args, {}) for args in _inputs(part))
         name, part = _largest_child(name, part)
+
+
+def _converting(module: nn.Module) -> Callable[[Any], Any]:
+    """Brings tensors to the device of a module, and numbers to its dtype."""
+    device, dtype = _device_and_dtype(module)
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+    return convert
 
 
 def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:

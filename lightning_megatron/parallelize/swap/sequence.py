@@ -10,6 +10,9 @@ The sequence is gathered where a region begins: at the call of the module that c
 was called with the tensor that they read (attention code reads shapes from it), otherwise at the projections. The
 reduce-scatter of the row-parallel layer splits it again. Parameters that act on sequence shards get partial gradients,
 and the table of parameters says so.
+
+Where code between the layers reads what they give (a loss on each layer's output, a residual connection around them),
+or may read it, as it was not seen, each layer splits its input and gathers its output.
 """
 
 from __future__ import annotations
@@ -23,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.streams import RankStream
-from lightning_megatron.layers.whole import WholeTensor
-from lightning_megatron.mesh.messages.collectives import gather_for_shards, gather_from_group, split_to_group
+from lightning_megatron.mesh.messages.collectives import gather_for_shards
 from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
 from lightning_megatron.mesh.pickling import RankHook
 from lightning_megatron.parallelize.pairs.pair import holder_of
@@ -35,8 +37,10 @@ from lightning_megatron.parallelize.reading.inputs import LENGTH
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models
 from lightning_megatron.parallelize.reading.study import Study
 from lightning_megatron.parallelize.reading.trace import Call, Trace
+from lightning_megatron.parallelize.swap.token_edges import LayerEdge, gathered, replace
+from lightning_megatron.parallelize.trial.mixed_gradients import check_gradients, mixed
 from lightning_megatron.parallelize.trial.outside import partial_outside
-from lightning_megatron.parallelize.trial.tokens import check_between, check_gradients, check_layers, mixed
+from lightning_megatron.parallelize.trial.tokens import Tokens, check_layers, read_between, root_of
 
 
 @dataclass
@@ -49,6 +53,9 @@ class SequencePlan:
         dim: dim of the sequence in their hidden state.
         doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and its
             arguments to gather, or None if the projections gather it.
+        tokens: by layer, what has tokens in its arguments and its output.
+        root: name of the module whose code between the layers was tried; ``None`` if none was.
+        between: why each layer gathers its output; ``""`` where only the last one does.
         outside: parameters outside of the layers that act on sequence shards only (conditions, gates between layers).
         splits_input: whether the first layer splits its input; not where what splits tokens over context ranks does.
     """
@@ -57,6 +64,9 @@ class SequencePlan:
     layers: list[str]
     dim: int
     doors: dict[str, Door | None] = field(default_factory=dict)
+    tokens: dict[str, Tokens] = field(default_factory=dict)
+    root: str | None = None
+    between: str = ""
     outside: set[str] = field(default_factory=set)
     splits_input: bool = True
 
@@ -73,7 +83,10 @@ class SequencePlan:
         for name in sorted(self.outside):  # a list beside the layers, of which the stand-in read a part
             if any(part.isdigit() for part in name.split(".")):
                 raise ValueError(mixed(name))
-        return SequencePlan(module, sorted(layers, key=_number), self.dim, doors, self.outside)
+        tokens = {original: found for name, found in self.tokens.items() for original in study.originals(name)}
+        layers.sort(key=_number)
+        beside = self.root, self.between, self.outside, self.splits_input
+        return SequencePlan(module, layers, self.dim, doors, tokens, *beside)
 
     def splits(self, region: Region) -> bool:
         """Whether the region is in the trunk, where the sequence is split."""
@@ -93,22 +106,36 @@ class SequencePlan:
 
     def install(self, group: dist.ProcessGroup) -> None:
         """Add hooks to the trunk that split and gather the sequence and switch the dropout streams."""
-        first, last = self.module.get_submodule(self.layers[0]), self.module.get_submodule(self.layers[-1])
-        if self.splits_input:
-            first.register_forward_pre_hook(_splitting(self.dim, group), with_kwargs=True)
-        last.register_forward_hook(_gathering(self.dim, group))
+        root = None if self.root is None else self.module.get_submodule(self.root)
         for name in self.layers:
-            layer, stream = self.module.get_submodule(name), RankStream(name, group.rank(), group.size())
-            opening = _opening(stream, self.dim, whole=layer is first)
-            layer.register_forward_pre_hook(opening, with_kwargs=True, prepend=True)
-            layer.register_forward_hook(_closing(stream))
-            layer.register_forward_hook(_forgetting(stream), always_call=True)
+            edge = LayerEdge(
+                *(RankStream(name, group.rank(), group.size()), group, self.dim, self.tokens[name]),
+                root=None if self.gathers_each else root,
+                outside=sorted(self.outside),
+                splits=self.splits_input,
+                ends=(name == self.layers[0], name == self.layers[-1]),
+            )
+            edge.install(self.module.get_submodule(name))
         for name, keys in {door for door in self.doors.values() if door is not None}:
             hook = _entering(keys, self.dim, group)
             self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
+    @property
+    def gathers_each(self) -> bool:
+        """Whether each layer splits its input and gathers its output; what splits tokens over context ranks knows of
+        all code that reads them.
+        """
+        return self.splits_input and (self.root is None or bool(self.between))
+
     def rows(self) -> list[ModuleRow]:
-        """Rows of the report for the two ends of the trunk."""
+        """Rows of the report for the ends of the trunk, or of each layer."""
+        if self.gathers_each:
+            note = (
+                "code between the layers reads whole outputs" if self.between else "as code between them was not seen"
+            )
+            return [
+                ModuleRow(name, SEQUENCE_SPLIT, None, None, "all-gather", "all-gather", note) for name in self.layers
+            ]
         return [
             ModuleRow(self.layers[0], SEQUENCE_SPLIT, None, None, "", "all-gather"),
             ModuleRow(self.layers[-1], "sequence gather", None, None, "all-gather", ""),
@@ -119,12 +146,13 @@ def _number(layer: str) -> int:
     return int(layer.rpartition(".")[2])
 
 
-def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
+def plan_sequence(module: nn.Module, blueprint: Blueprint, splits_input: bool = True) -> SequencePlan:
     """Find the trunk, and where the sequence is gathered for each region of a blueprint.
 
     Args:
         module: the traced module.
         blueprint: the decisions about it.
+        splits_input: see `SequencePlan`.
 
     Raises:
         ValueError: the module could not be traced, or its structure does not allow sequence shards.
@@ -139,15 +167,24 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint) -> SequencePlan:
     layers = _trunk(module, blueprint, trace)
     call = trace.calls[layers[0]]
     dim = _sequence_dim(_hidden(call), layers[0])
-    plan = SequencePlan(module, layers, dim)
+    plan = SequencePlan(module, layers, dim, splits_input=splits_input)
     _check_heads(blueprint, trace)
+    _leave_whole(blueprint, layers)
     for region in blueprint.regions:
         if parent(region.row) in Parts(layers):
             plan.doors[region.row] = _door(trace, region, layers)
-    check_layers(blueprint, trace, layers, plan.doors, dim)
-    check_between(trace, layers, dim)
+    plan.tokens = check_layers(blueprint, trace, layers, plan.doors, dim)
+    root = root_of(trace, layers)
+    if root is not None and root not in layers and all(trace.counts[name] == 1 for name in layers):
+        plan.root, plan.between = root, read_between(trace, root, layers, dim, plan.tokens)
+    if plan.between and not splits_input:
+        raise ValueError(
+            f"`sequence_parallel=True` with context ranks: the code between the layers of {parent(layers[0])!r} does "
+            f"not work on a part of the tokens ({plan.between}), as where a residual goes around them; move it "
+            "into the layers, or turn sequence parallelism off."
+        )
     check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
-    plan.outside = partial_outside(blueprint, trace, layers, plan.doors, plan.covers)
+    plan.outside = partial_outside(blueprint, trace, layers, plan.doors, plan.covers, apart=plan.gathers_each)
     return plan
 
 
@@ -161,6 +198,22 @@ def _check_outputs(module: nn.Module) -> None:
                     "collects a value for every token from its layers, and a layer sees only a part of them. Set it to "
                     "False, or turn sequence parallelism off."
                 )
+
+
+def _leave_whole(blueprint: Blueprint, layers: list[str]) -> None:
+    """Leave what belongs to no region whole in the layers: its parts would be of other tokens on every rank."""
+    members = {name for region in blueprint.regions for name in region.members}
+    for name, style in list(blueprint.styles.items()):
+        if name in members or not (style.is_column or style.is_row) or name not in Parts(layers):
+            continue
+        if blueprint.source == "argument":
+            raise ValueError(
+                f"`sequence_parallel=True`: the plan splits {name!r} ({style.value}) by itself, and ranks have parts "
+                "of the tokens there. Leave it out of the plan, pair it with a layer that alone reads its output, or "
+                "turn sequence parallelism off."
+            )
+        del blueprint.styles[name]
+        blueprint.heads.discard(name)
 
 
 def _check_heads(blueprint: Blueprint, trace: Trace) -> None:
@@ -197,12 +250,20 @@ def _trunk(module: nn.Module, blueprint: Blueprint, trace: Trace) -> list[str]:
     prefix = next(iter(trunks))
     children = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
     called = [name for name in trace.calls if name in children]
-    if not called:
+    if called:
+        return called
+    kinds = {type(module.get_submodule(name)) for name in children}
+    if kinds & {nn.ModuleList, nn.ModuleDict}:
         raise ValueError(
             f"`sequence_parallel=True` needs layers that are called; those of {prefix!r} are containers whose parts "
             "are called one by one. Give them a `forward`, or turn it off."
         )
-    return called
+    named = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise ValueError(
+        f"`sequence_parallel=True` needs a run of the layers of {prefix!r} ({named}) on a tiny input, and only parts "
+        "of them ran on the inputs that were guessed. Give the LightningModule a `forward` that calls them and set "
+        "`example_input_array`, or turn it off."
+    )
 
 
 def _hidden(call: Call) -> Tensor:
@@ -250,81 +311,8 @@ def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -
             )
 
 
-def _replace(
-    args: tuple[Any, ...], kwargs: dict[str, Any], keys: Sequence[int | str], change: Callable[[Tensor], Tensor]
-) -> Any:
-    """Replace the tensor at ``keys`` of the arguments by its changed form, which is computed once."""
-    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    changed: Any = None
-    for key in keys:
-        if key in named:
-            changed = change(named[key]) if changed is None else changed
-            named[key] = changed
-    return tuple(named[index] for index in range(len(args))), {key: named[key] for key in kwargs}
-
-
-def _splitting(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
-    def change(x: Tensor) -> Tensor:
-        length, size = x.shape[dim], group.size()
-        if length % size:
-            below, above = length // size * size, (length // size + 1) * size
-            raise ValueError(
-                f"The sequence length {length} is not divisible by tensor_parallel_size={size}, which "
-                f"sequence_parallel=True needs: pad or cut to {above} or {below}, or set sequence_parallel=False."
-            )
-        return split_to_group(x, dim, group)
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replace(args, kwargs, (0,) if args else ("hidden_states",), change)
-
-    return RankHook(hook)
-
-
 def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replace(args, kwargs, keys, lambda x: _gathered(x, dim if x.dim() > 2 else 0, group, gather_for_shards))
-
-    return RankHook(hook)
-
-
-def _gathering(dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return _gathered(output, dim, group, gather_from_group)
-        return type(output)([_gathered(output[0], dim, group, gather_from_group), *output[1:]])
-
-    return RankHook(hook)
-
-
-def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup, gather: Callable[..., Tensor]) -> Tensor:
-    """All of the tokens; of one whose tokens are split over context ranks as well, all of this context rank's."""
-    if not isinstance(x, WholeTensor):
-        return gather(x, dim, group)
-    return x.like(gather(x.local(), dim, group), split=x.spread.together())
-
-
-def _opening(stream: RankStream, dim: int, *, whole: bool) -> Callable[..., None]:
-    """Before a layer of the trunk; the first one gets all tokens, which are split then."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if tensors:
-            shape = list(tensors[0].shape)
-            shape[dim] //= stream.size if whole else 1
-            stream.open(tensors[0].device, tokens=(dim, tuple(shape)), training=module.training)
-
-    return RankHook(hook)
-
-
-def _closing(stream: RankStream) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        stream.close()
-
-    return RankHook(hook)
-
-
-def _forgetting(stream: RankStream) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        stream.forget()
+        return replace(args, kwargs, keys, lambda x: gathered(x, dim if x.dim() > 2 else 0, group, gather_for_shards))
 
     return RankHook(hook)

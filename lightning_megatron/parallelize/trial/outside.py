@@ -18,7 +18,8 @@ from lightning_megatron.mesh.parts.names import Parts, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.trace import Nodes, Trace, relative, tensors_left
-from lightning_megatron.parallelize.trial.tokens import first_tensor, mixed, root_of
+from lightning_megatron.parallelize.trial.mixed_gradients import mixed
+from lightning_megatron.parallelize.trial.tokens import first_tensor, root_of
 
 
 def partial_outside(
@@ -27,6 +28,8 @@ def partial_outside(
     layers: list[str],
     doors: Mapping[str, Door | None],
     covered: Callable[[str], bool],
+    *,
+    apart: bool,
 ) -> set[str]:
     """Parameters outside of the layers whose gradients are partial sums where the layers have parts of the tokens.
 
@@ -36,6 +39,8 @@ def partial_outside(
         layers: names of the layers of the trunk.
         doors: by row-parallel layer of the trunk, where the tokens are gathered for its region.
         covered: whether a parameter of that name belongs to a layer of the trunk.
+        apart: whether each layer gathers its output, so that code between them acts on all tokens, and sums the
+            gradients of what it is given.
 
     Returns:
         Their names.
@@ -52,14 +57,15 @@ def partial_outside(
         copied, output = trace.replay(root).run(run.prepare)
     names = _names_in(copied, root)
     on_tokens, to_columns, past = names(run.on_tokens()), names(run.to_columns), names(run.past_columns())
-    whole = names(run.on_all([x.grad_fn for x in tensors_left(copied, output)]))
-    whole |= set().union(*(trace.between.get(region.row, set()) for region in blueprint.regions))
+    whole = set().union(*(trace.between.get(region.row, set()) for region in blueprint.regions))
     whole |= to_columns & (past - on_tokens)
     found = {name for name in on_tokens | to_columns if not covered(name)}
-    for name in sorted(found):
-        if name in whole or parent(name) in blueprint.styles:
-            raise ValueError(mixed(name))
-    return found
+    if not apart:
+        whole |= names(run.on_all([x.grad_fn for x in tensors_left(copied, output)]))
+        whole |= {name for name in found if parent(name) in blueprint.styles}
+    for name in sorted(found & whole):
+        raise ValueError(mixed(name))
+    return set() if apart else found
 
 
 class _Run:
@@ -127,11 +133,14 @@ class _Run:
         """
         return _reached(self._outside, [*self._hidden, *results])
 
-    def _first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
+        self._hidden.append(hidden.grad_fn)
+        if hidden.grad_fn is None:  # the module's own input: followed like a hidden state that was computed
+            hidden = hidden.detach().requires_grad_().clone()
         for nodes in (self._shards, self._gathered, self._past):
             nodes.writes("hidden", hidden)
-        self._hidden.append(hidden.grad_fn)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._outside.writes("output", output)

@@ -4,21 +4,18 @@ Under sequence parallelism a layer sees ``s/t`` tokens, and only its regions see
 leaves whole would silently attend within its shard. So each kind of layer runs once on the last tokens of the traced
 input (for causal attention, the first tokens would not show a difference), with the recorded outputs of its regions,
 cut to these tokens. This is what the last rank will see; the output must equal the last tokens of the traced output.
-
-The same holds for gradients. A parameter that acts on sequence shards gets a partial gradient, a parameter that acts on
-the whole sequence a whole one, and the sum over the ranks is right for the former only. Parameters that act on both are
-refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
@@ -26,10 +23,22 @@ from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.inputs import BATCH
 from lightning_megatron.parallelize.reading.replay import fresh
-from lightning_megatron.parallelize.reading.trace import Call, Trace, is_tagged, relative
+from lightning_megatron.parallelize.reading.trace import Call, Trace, relative, tensors_left
 from lightning_megatron.parallelize.trial.auxiliary import AuxiliaryValues, deviation
-from lightning_megatron.parallelize.trial.readers import used_directly
 from lightning_megatron.parallelize.trial.training import TOLERANCE
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a layer is given and gives that has tokens, and is split with them.
+
+    Attributes:
+        given: places or names of arguments, the hidden state first.
+        left: for each leaf of its output, the dim of the tokens; ``None`` for what has none.
+    """
+
+    given: tuple[int | str, ...]
+    left: tuple[int | None, ...]
 
 
 def check_layers(
@@ -38,7 +47,7 @@ def check_layers(
     layers: list[str],
     doors: dict[str, Door | None],
     dim: int,
-) -> None:
+) -> dict[str, Tokens]:
     """Run each kind of layer, and each kind of module at whose call the sequence is gathered, on part of the sequence.
 
     Args:
@@ -49,9 +58,13 @@ def check_layers(
             None, in place.
         dim: dim of the sequence in the hidden state.
 
+    Returns:
+        By layer, what has tokens.
+
     Raises:
         ValueError: a layer mixes tokens outside its regions, or the code of a region needs tokens that it does not get.
     """
+    found: dict[str, Tokens] = {}
     check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
     for region in blueprint.regions:
         door = doors.get(region.row)
@@ -65,27 +78,33 @@ def check_layers(
         for name, style in blueprint.styles.items():
             if style is Style.HEADS and lies_in(parent(name), layer):
                 answers[name] = check.part(trace.calls[name].output)
-        check.layer(layer, answers)
+        found[layer] = check.layer(layer, answers)
+    return found
 
 
-def check_between(trace: Trace, layers: list[str], dim: int) -> None:
-    """Run the code between the layers on part of the sequence; each layer returns its recorded output, cut likewise.
+def read_between(trace: Trace, root: str, layers: list[str], dim: int, tokens: Mapping[str, Tokens]) -> str:
+    """Run the code around the layers on part of the sequence; each layer returns its recorded output, cut likewise.
 
     Args:
         trace: the trace of the module.
+        root: name of the module that is run, which contains the layers.
         layers: names of the layers of the trunk.
         dim: dim of the sequence in the hidden state.
+        tokens: by layer, what has tokens.
 
-    Raises:
-        ValueError: the input of a layer is not the last tokens of its recorded input, for example because a residual
-            connection around the layers adds the hidden state from before the split.
+    Returns:
+        Why that code needs all of the tokens; "" if it does not. The input of a layer is not the last tokens of its
+        recorded input, for example because a residual connection around the layers adds the hidden state from before
+        the split; or the module gives something else, as where a loss is computed of each layer's output.
     """
-    root = root_of(trace, layers)
-    if root is None or root in layers or any(trace.counts[name] > 1 for name in layers):
-        return
+    further = next((name for name in layers if len(tokens[name].given) > 1), None)
+    if further is not None:
+        return f"{further!r} is given more than one tensor of tokens"
     check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
-    answers = {name: check.part(trace.calls[name].output) for name in layers[:-1]}
-    answers[layers[-1]] = trace.calls[layers[-1]].output
+    whole = {name: trace.calls[name].output for name in layers}
+    answers = {name: check.cut(whole[name], tokens[name].left) for name in layers[:-1]} | {
+        layers[-1]: whole[layers[-1]]
+    }
     found: list[str] = []
 
     def prepare(copied: nn.Module) -> None:
@@ -94,19 +113,23 @@ def check_between(trace: Trace, layers: list[str], dim: int) -> None:
             hook = _noting_deviation(found, trace.calls[name], check.part(_hidden(trace.calls[name])))
             copied.get_submodule(relative(name, root)).register_forward_pre_hook(hook, with_kwargs=True)
 
-    problem = ""
+    replay = trace.replay(root)
     try:
         with torch.no_grad():
-            trace.replay(root).run(prepare)
+            expected = tensors_left(*replay.run(lambda copied: answer(copied, root, whole)))
+            left = tensors_left(*replay.run(prepare))
     except Exception as error:  # the module's code may fail in any way on parts of different lengths
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    if problem or found:
-        trunk, why = parent(layers[0]), problem or f"the input of {found[0]!r} deviates"
-        raise ValueError(
-            f"`sequence_parallel=True`: the code between the layers of {trunk!r} does not work on a part of the tokens "
-            f"({why}), as where a residual connection goes around them; move it into the layers, or turn sequence "
-            "parallelism off."
-        )
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if found:
+        return f"the input of {found[0]!r} deviates"
+    same = len(left) == len(expected) and all(map(_alike, left, expected))
+    return "" if same else "what the module computes from what they give deviates"
+
+
+def _alike(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape or not want.is_floating_point():
+        return got.shape == want.shape and torch.equal(got, want)
+    return not deviation(got, want) > TOLERANCE.get(want.dtype, 1e-4)
 
 
 def root_of(trace: Trace, layers: list[str]) -> str | None:
@@ -129,14 +152,6 @@ def _noting_deviation(found: list[str], call: Call, want: Tensor) -> Callable[..
     return hook
 
 
-def mixed(name: str) -> str:
-    """The message about a parameter whose whole gradient is no sum over ranks."""
-    return (
-        f"`sequence_parallel=True`: {name!r} acts on a part of the tokens in one place and on all of them in "
-        "another, so that its gradient is neither whole nor a partial sum; turn sequence parallelism off."
-    )
-
-
 class _Check:
     """Replays parts of a traced module as the last rank of a tensor group would run them on its sequence shard."""
 
@@ -145,6 +160,15 @@ class _Check:
         self._dim = dim
         self._shape = hidden.shape
         self._seen: dict[Any, str] = {}
+        self._left: dict[Any, tuple[int | None, ...]] = {}
+
+    def cut(self, value: Any, dims: tuple[int | None, ...]) -> Any:
+        """The last tokens of the leaves of ``value`` that have tokens, in these dims."""
+        leaves, form = tree_flatten(value)
+        length = self._shape[self._dim]
+        kept = length // 2
+        cut = [x if dim is None else x.narrow(dim, length - kept, kept) for x, dim in zip(leaves, dims, strict=True)]
+        return tree_unflatten(cut, form)
 
     def part(self, value: Any) -> Any:
         """The last tokens of every hidden state in ``value``."""
@@ -172,36 +196,72 @@ class _Check:
         kwargs = {k: v if k in whole else self._shorter(v) for k, v in call.kwargs.items()}
         return not self._difference(call, args, kwargs, {row: self.part(self._trace.calls[row].output)})
 
-    def layer(self, name: str, answers: dict[str, Any]) -> None:
+    def layer(self, name: str, answers: dict[str, Any]) -> Tokens:
         """Check that the layer computes the last tokens of its output from those of its input.
+
+        Returns:
+            What of its arguments and its output has tokens.
 
         Raises:
             ValueError: it does not.
         """
         call = self._trace.calls[name]
-        if call.args:
-            args, kwargs = (self.part(call.args[0]), *call.args[1:]), call.kwargs
-        else:
-            args, kwargs = (), {**call.kwargs, "hidden_states": self.part(call.kwargs["hidden_states"])}
-        problem = self._difference(call, args, kwargs, answers)
-        if problem:
+        hidden = 0 if call.args else "hidden_states"
+        first, further = self._given(call, (hidden,), answers), (hidden, *self._with_tokens(call, hidden))
+        problem, tokens = first
+        if problem and len(further) > 1:
+            _, tokens = self._given(call, further, answers)
+        if tokens is None:
             raise ValueError(
                 f"`sequence_parallel=True`: {name!r} mixes tokens outside what the plan splits ({problem}); split its "
                 "attention as well, or turn sequence parallelism off."
             )
+        return tokens
+
+    def _given(self, call: Call, keys: tuple[int | str, ...], answers: dict[str, Any]) -> tuple[str, Tokens | None]:
+        """The difference where these arguments are cut, as text; and what has tokens, if there is none."""
+        length = self._shape[self._dim]
+
+        def cut(x: Tensor) -> Tensor:
+            return x.narrow(self._dim, length - length // 2, length // 2) if x.dim() == 2 else self.part(x)
+
+        args = tuple(cut(x) if key in keys else x for key, x in enumerate(call.args))
+        kwargs = {key: cut(x) if key in keys else x for key, x in call.kwargs.items()}
+        problem = self._difference(call, args, kwargs, answers, keys)
+        return problem, None if problem else Tokens(keys, self._left[self._kind(call, answers, keys)])
+
+    def _with_tokens(self, call: Call, hidden: int | str) -> list[int | str]:
+        """Further arguments with a number, or a vector, for each token: [batch, seq] or [batch, seq, ..]."""
+        named: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+        shape = self._shape[:2]
+        tensors = {key: x for key, x in named.items() if key != hidden and isinstance(x, Tensor)}
+        return [k for k, x in tensors.items() if x.is_floating_point() and x.dim() in (2, 3) and x.shape[:2] == shape]
 
     def _shorter(self, value: Any) -> Any:
         """Cut a further argument that has the shape of the hidden state, because it comes from the residual stream."""
         return self.part(value) if isinstance(value, Tensor) and value.shape == self._shape else value
 
-    def _difference(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
+    def _kind(self, call: Call, answers: dict[str, Any], keys: tuple[int | str, ...]) -> Any:
+        return generalize(call.name), type(call.module), tuple(generalize(name) for name in answers), keys
+
+    def _difference(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        answers: dict[str, Any],
+        keys: tuple[int | str, ...] = (),
+    ) -> str:
         """The difference to the recorded output as text; empty if there is none. Modules of one kind run once."""
-        kind = (generalize(call.name), type(call.module), tuple(generalize(name) for name in answers))
+        kind = self._kind(call, answers, keys)
         if kind not in self._seen:
-            self._seen[kind] = self._run(call, args, kwargs, answers)
+            self._seen[kind], self._left[kind] = self._run(call, args, kwargs, answers)
         return self._seen[kind]
 
-    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]) -> str:
+    def _run(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]
+    ) -> tuple[str, tuple[int | None, ...]]:
+        """The difference, and the dims of tokens in the leaves of the output."""
         beside = AuxiliaryValues(self._trace.replay(call.name), self.part)
         try:
             beside.note()
@@ -209,17 +269,36 @@ class _Check:
                 copied, output = beside.replay.run(lambda x: answer(x, call.name, answers), args=args, kwargs=kwargs)
             got = first_tensor(output)
         except Exception as error:  # the module's code may fail in any way on a shorter sequence
-            return f"{type(error).__name__}: {error}".splitlines()[0] + "; it may read the length outside its attention"
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            return f"{said}; it may read the length outside its attention", ()
         want = first_tensor(self.part(call.output))
         if got.shape != want.shape:
-            return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+            return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}", ()
         difference = deviation(got, want)
         if difference > TOLERANCE.get(want.dtype, 1e-4):
-            return f"its output deviates by {difference:.1e}"
+            return f"its output deviates by {difference:.1e}", ()
+        dims, problem = self._dims_of_tokens(output, call.output)
         whole = {name: self._trace.calls[name].output for name in answers}
         inside = functools.partial(answer, root=call.name, answers=whole)
         name = beside.over_all_tokens((args, kwargs), (copied, output), call.output, inside)
-        return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is" if name else ""
+        if name:
+            return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is", ()
+        return problem, dims
+
+    def _dims_of_tokens(self, output: Any, recorded: Any) -> tuple[tuple[int | None, ...], str]:
+        """For each leaf of an output of some tokens, in which dim it has them; and the first that is not theirs."""
+        length, dims = self._shape[self._dim], list[int | None]()
+        kept = length // 2
+        got, want = tree_leaves(output), tree_leaves(recorded)
+        hidden = next(index for index, leaf in enumerate(got) if isinstance(leaf, Tensor))
+        for index, (part, whole) in enumerate(zip(got, want, strict=False)):
+            both = isinstance(part, Tensor) and isinstance(whole, Tensor) and part.dim() == whole.dim()
+            differ = [d for d in range(whole.dim()) if part.shape[d] != whole.shape[d]] if both else []
+            tokens = len(differ) == 1 and (part.shape[differ[0]], whole.shape[differ[0]]) == (kept, length)
+            dims.append(differ[0] if tokens else self._dim if index == hidden else None)
+            if tokens and not _alike(part, whole.narrow(differ[0], length - kept, kept)):
+                return (), f"output {index}, beside the hidden state, mixes tokens"
+        return tuple(dims), ""
 
 
 def _last_tokens(x: Any, dim: int, length: int, kept: int) -> Any:
@@ -257,56 +336,3 @@ class _Answer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return tree_map(fresh, self._value)
-
-
-def check_gradients(
-    module: nn.Module, trace: Trace, regions: Iterable[Region], covered: Callable[[str], bool], dim: int
-) -> None:
-    """Refuse parameters whose gradient is partly whole, and regions that would send tokens to the wrong rank.
-
-    Args:
-        module: the traced module.
-        trace: its trace.
-        regions: the regions of the trunk.
-        covered: whether a parameter of that name belongs to a layer of the trunk.
-        dim: dim of the sequence in the hidden state.
-
-    Raises:
-        ValueError: there is such a parameter or region; the message names it.
-    """
-    regions = list(regions)
-    for name in [*_shared_with_gathered(trace, regions), *_inside_and_outside(module, covered)]:
-        raise ValueError(mixed(name))
-    exposed = used_directly(module, trace)
-    for name, call in trace.calls.items():
-        held = any(id(p) in exposed for p in call.module.parameters(recurse=False))
-        if is_tagged(call.module) and held and covered(f"{name}.weight"):
-            raise ValueError(
-                f"`sequence_parallel=True`: a parameter of {name!r} is used without calling that layer, on what may be "
-                "all of the tokens or none; turn sequence parallelism off."
-            )
-    for region in regions:
-        column, row = trace.input_of(region.columns[0]), trace.input_of(region.row)
-        if dim == 1 and column.dim() != row.dim():
-            raise ValueError(
-                f"`sequence_parallel=True`: tokens are flattened between {region.columns[0]!r}, which reads "
-                f"{column.dim()} dims, and {region.row!r}, which reads {row.dim()}; turn sequence parallelism off."
-            )
-
-
-def _shared_with_gathered(trace: Trace, regions: list[Region]) -> Iterable[str]:
-    """Parameters that are used inside gathered regions, where tensors are whole, and elsewhere."""
-    gathered = {region.row for region in regions if region.gathered}
-    for region in regions:
-        for name in region.inner if region.gathered else ():
-            if {reader for reader, met in trace.between.items() if name in met} - gathered:
-                yield name
-
-
-def _inside_and_outside(module: nn.Module, covered: Callable[[str], bool]) -> Iterable[str]:
-    """Parameters that a layer of the trunk shares with a module outside of the trunk."""
-    places: dict[int, set[bool]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), set()).add(covered(name))
-        if len(places[id(parameter)]) > 1:
-            yield name
