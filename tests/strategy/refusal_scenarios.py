@@ -68,6 +68,16 @@ class Trunkless(nn.Module):
         return self.head(self.embed(tokens))
 
 
+class LogsLayers(TokenTask):
+    """Validates layer by layer, and logs a number of what each gives."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x = self.net.token_embedding(batch[0])
+        for number, layer in enumerate(self.net.layers):
+            x = layer(x)
+            self.log(f"layer {number}", x.mean(1).square().mean())
+
+
 class HalfTrunk(LearnedPositions):
     """Skips the second half of its layers."""
 
@@ -237,6 +247,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "grouped": lambda: _pretrained("mixtral", _experts_implementation="grouped_mm"),
     "twice": lambda: Twice(LearnedPositions()),
     "never": lambda: Never(LearnedPositions()),
+    "logs_layers": lambda: LogsLayers(LearnedPositions()),
     "late_penalty": lambda: LatePenalty(LearnedPositions()),
     "trunkless": lambda: TokenTask(Trunkless()),
     "half": lambda: TokenTask(HalfTrunk()),

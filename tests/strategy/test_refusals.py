@@ -60,6 +60,13 @@ def test_a_module_that_cannot_be_cut_is_refused_on_every_rank(module: str, wante
     _refused(run_trainers(refusals.fit, (2, 1), {}, module, devices=2, check=False, grace=20, deadline=60), *wanted)
 
 
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=WIDE)])
+def test_what_a_layer_of_another_stage_gives_is_refused_over_tensor_ranks_too(sequence: bool) -> None:
+    arguments = {"tensor_parallel_size": 2, "sequence_parallel": sequence}
+    outcomes = run_trainers(refusals.fit, (2, 1), arguments, "logs_layers", devices=4, check=False, grace=20)
+    _refused(outcomes, "the logged value `layer 0` depends on `net.layers.0`", ONE_STAGE)
+
+
 @pytest.mark.parametrize(
     ("what", "tensor", "wanted"),
     [

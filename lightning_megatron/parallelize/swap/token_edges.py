@@ -112,6 +112,8 @@ class LayerEdge:
                 f"The sequence length {length} is not divisible by tensor_parallel_size={size}, which "
                 f"sequence_parallel=True needs: pad or cut to {above} or {below}, or set sequence_parallel=False."
             )
+        if _stands_in(x):
+            return x.narrow(self._dim, 0, length // size).clone()
         return split_to_group(x, self._dim, self._group)
 
     def _gather(self, layer: nn.Module, args: Any, output: Any) -> Any:
@@ -140,6 +142,15 @@ def _runs(module: nn.Module, frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _stands_in(x: Tensor) -> bool:
+    """Whether a tensor without numbers, of a layer that another pipeline stage computes, follows torch's functions by a
+    class of its own, which collectives would take off.
+    """
+    kind = type(x)
+    follows = kind is not Tensor and kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+    return follows and not isinstance(x, WholeTensor)
 
 
 def replace(
@@ -171,6 +182,8 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup, gather: Callable[...
         group: the tensor group.
         gather: the collective.
     """
+    if _stands_in(x):
+        return torch.cat([x] * group.size(), dim)
     if not isinstance(x, WholeTensor):
         return gather(x, dim, group)
     return x.like(gather(x.local(), dim, group), split=x.spread.together())
