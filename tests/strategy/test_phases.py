@@ -327,6 +327,8 @@ def test_what_is_true_for_the_first_time_is_new() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             every = 2
             seen = self.seen
+            self.losses[batch_idx] = self.losses[batch_idx % every] = 0.0  # written, which asks nothing
+            del self.losses[batch_idx]
             if batch_idx % every or self.trainer.current_epoch > self.hparams.epochs:
                 self.seen = seen + 1
             if self.ready and self.global_step > self.seen:

@@ -104,6 +104,6 @@ def chains_of(expression: ast.expr) -> Iterator[tuple[str, ...]]:
             yield tuple(reversed(names))
 
 
-def stores(name: ast.Name) -> bool:
-    """Whether a name is set or deleted, rather than read."""
-    return isinstance(name.ctx, (ast.Store, ast.Del))
+def stores(node: ast.AST) -> bool:
+    """Whether a name, an attribute or an entry is set or deleted, rather than read."""
+    return isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))

@@ -151,7 +151,8 @@ class _Reader:
             self._visit(statement, scope)
 
     def _visit(self, node: ast.AST, scope: _Scope, *, asked: bool = False) -> None:
-        pure = scope.pure(node) if isinstance(node, ast.expr) and not isinstance(node, ast.BoolOp) else None
+        stored = stores(node)  # `self.seen[batch_idx] = ...` asks nothing
+        pure = scope.pure(node) if isinstance(node, ast.expr) and not (stored or isinstance(node, ast.BoolOp)) else None
         if pure is not None:
             bare = isinstance(pure, (ast.Name, ast.Attribute, ast.Constant)) or is_text(pure)  # handed on, not asked
             if not self._computes(pure) and (asked or not bare):
@@ -164,7 +165,7 @@ class _Reader:
             return
         if isinstance(node, ast.Match):
             self._match(node, scope)
-        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, (ast.Slice, ast.Tuple)):
+        elif isinstance(node, ast.Subscript) and not (stored or isinstance(node.slice, (ast.Slice, ast.Tuple))):
             self._choose(scope.pure(node.slice))
         elif isinstance(node, ast.Call):
             self._choose_by_name(node, scope)
