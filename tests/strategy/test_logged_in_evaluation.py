@@ -75,8 +75,17 @@ class Counting(Validated):
         self.log("mean", self.each(*batch))
 
 
+class Draws(Validated):
+    """Notes the state of torch's generator behind each batch; nothing in it draws."""
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        STATES.append(torch.get_rng_state())
+
+
+STATES: list[Tensor] = []
+
 MODULES: dict[str, type[Validated]] = {
-    kind.__name__: kind for kind in (Validated, PaddedLater, LogsLater, Spread, Counting)
+    kind.__name__: kind for kind in (Validated, PaddedLater, LogsLater, Spread, Counting, Draws)
 }
 
 
@@ -128,3 +137,15 @@ def test_each_replicas_own_is_logged_where_the_user_means_it() -> None:
     found = run_trainers(validated, (1, 2), "Validated", {"whole_batch_loss": False}, devices=2)
     expected = one_process(validated, None, "Validated", {})
     assert abs(found[0].value["mean"] - expected["mean"]) > 1e-6
+
+
+def generators_behind_batches(info: RankInfo, layout: Layout) -> int:
+    """How many batches have left torch's generator as the first one has."""
+    STATES.clear()
+    validated(info, layout, "Draws", {})
+    return sum(bool(torch.equal(state, STATES[0])) for state in STATES)
+
+
+def test_a_trial_leaves_the_generators_of_later_batches_alone() -> None:
+    found = run_trainers(generators_behind_batches, (1, 2), devices=2)
+    assert [each.value for each in found] == [STEPS, STEPS]

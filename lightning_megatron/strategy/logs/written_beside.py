@@ -65,10 +65,14 @@ class WrittenBeside:
         def looked_at(batch: Any) -> Any:
             self._looked = traces = Traces(self._module, beside=True)
             try:
-                return call(batch)
-            finally:
-                with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
-                    self._note(traces)
+                output = call(batch)
+            except BaseException:
+                self._runs[name] -= 1  # it will be started over, if this was the layers' second call
+                self._looked = None
+                raise
+            with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
+                self._note(traces)
+            return output
 
         return looked_at
 

@@ -8,7 +8,7 @@ with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -86,9 +86,14 @@ class OneStage:
         """There are no other stages."""
         return call
 
-    def running(self, batch: Any, micro_batches: int, *, training: bool) -> AbstractContextManager[PipelineExecutor]:
+    @contextmanager
+    def running(self, batch: Any, micro_batches: int, *, training: bool) -> Iterator[PipelineExecutor]:
         """See :class:`Stages`."""
-        return nullcontext(self._open()[1])
+        whole, executor = self._open()
+        try:
+            yield executor
+        finally:
+            whole.end()  # steps that run whole, behind a trial, draw as the user's code does
 
     def _open(self) -> tuple[UncutModule, PipelineExecutor]:
         if self._opened is None:
