@@ -35,6 +35,7 @@ from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
+from lightning_megatron.strategy.evaluation.kept import KeptForHooks
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
 from lightning_megatron.strategy.hooks.late_modules import LateModules
 from lightning_megatron.strategy.hooks.over_stages import OverStages
@@ -129,15 +130,9 @@ class Run:
             self._over_stages.install()
         wanted = self._fits and not self.engine.splits_itself
         self._equal, self._equal_stages = comparisons(self.module, stage, gradients, processes, wanted=wanted)
-        self._logs = LogRouting(
-            self.module,
-            trainer,
-            self.engine,
-            mesh,
-            processes.device,
-            cuts_batches=options.micro_batch_size != "auto",
-            fits=self._fits,
-        )
+        here = self.module, trainer, self.engine, mesh, processes.device
+        self._logs = LogRouting(*here, cuts_batches=options.micro_batch_size != "auto", fits=self._fits)
+        self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged)
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
@@ -244,7 +239,7 @@ class Run:
         if name != "predict_step" or self._experts is not None:  # else replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context(), self._weights(name, batch):
-            with self._replicas, self._late.explaining():
+            with self._replicas, self._late.explaining(), self._kept.around(name, batch, args[2:]):
                 outcome = self.engine.evaluate(call, batch, name)
             if name != "predict_step":
                 self._rows.share()
@@ -356,6 +351,7 @@ class Run:
         if self._clipping is not None:
             self._clipping.stop()
         self._rows.close()
+        self._kept.remove(self._trainer)
         self._logs.release()
         if self._whole_hooks is not None:
             self._whole_hooks.remove()

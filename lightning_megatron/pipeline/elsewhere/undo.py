@@ -141,6 +141,8 @@ def is_equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_equal(entry, other[key]) for key, entry in one.items())
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False  # arrays, which NumPy does not compare then
     equal = one == other
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 

@@ -1,1 +1,1 @@
-"""What validation and tests log over replicas."""
+"""What validation and tests log over replicas, and keep for the hooks behind them."""

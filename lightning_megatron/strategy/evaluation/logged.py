@@ -13,7 +13,8 @@ is tried on parts of the batch, and what it has logged is put together anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,16 +25,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
 from lightning_megatron.strategy.generation.repeats import StartOver
-from lightning_megatron.strategy.logs.combining import Mean, combine
+from lightning_megatron.strategy.lightning.trainer_access import present
+from lightning_megatron.strategy.logs.combining import Mean, Narrowed, combine
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import with_lines
+from lightning_megatron.strategy.loss.tables import Name, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates
+from lightning_megatron.strategy.loss.written import Kinds
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -56,6 +61,7 @@ class _Known:
         untold: keys that were logged as means although nothing was known of them.
         untried: whether batches have no parts that could be tried.
         said: keys that were warned about.
+        written: how what it writes comes of what its parts write; "" for what does not.
     """
 
     reading: Reading = field(default_factory=Reading)
@@ -67,6 +73,7 @@ class _Known:
     untold: set[str] = field(default_factory=set)
     untried: bool = False
     said: set[str] = field(default_factory=set)
+    written: Narrowed = field(default_factory=Narrowed)
 
 
 class LoggedInEvaluation:
@@ -76,6 +83,10 @@ class LoggedInEvaluation:
         context: what steps run on.
         replicas: gives parts of their batches; ``None`` for one.
         undone: takes back what a run writes, on the stages that hear of it from the one that computes the loss.
+
+    Attributes:
+        start: what was written before the first batch of a loop, where that batch is tried for what its step writes,
+            whatever it logs; else ``None``.
     """
 
     def __init__(self, context: StepContext, replicas: OverReplicas | None, undone: Callable[..., Any]) -> None:
@@ -85,6 +96,20 @@ class LoggedInEvaluation:
         self._replicas = replicas if tries else None
         self._mean = ReplicaMean(context.mesh, context.device)
         self._known: dict[str, _Known] = {}
+        self.start: Traces | None = None
+
+    @property
+    def tries(self) -> bool:
+        """Whether steps are tried at all."""
+        return self._replicas is not None
+
+    def written(self, name: str) -> Mapping[Name, Any]:
+        """By name of a value that a step writes, how it comes of what the replicas write; "" where that is unknown.
+
+        Args:
+            name: of the user's step.
+        """
+        return self._known[name].written.chosen if name in self._known else {}
 
     def ways(self, name: str) -> Mapping[str, Any]:
         """By key, how logged numbers combine, as far as is known.
@@ -115,11 +140,11 @@ class LoggedInEvaluation:
         self._mean.start(outcome, trains=False)
         self._mean.finish(outcome)
         if not logged:
-            outcome.differ = False
+            outcome.differ = self.start is not None
             return
         unlike = {key.name for key, off in zip(outcome.logs.keys, self._mean.unlike(_DIFFERS), strict=True) if off}
         known.untold = {key for key in unlike & numbers if key not in known.reading.logs}
-        outcome.differ |= bool(known.untold) and known.tried < _UNSETTLED
+        outcome.differ |= self.start is not None or (bool(known.untold) and known.tried < _UNSETTLED)
         if known.count >= known.next:
             known.next = known.count * _AGAIN
 
@@ -141,7 +166,11 @@ class LoggedInEvaluation:
             if known.untold:
                 _say_untried(known.untold, self._replicas.group.size(), name)
         else:
-            outcome.logs = self._try(outcome, call, batch, pieces, name).logs
+            with nullcontext() if self.start is None else self.start.again():  # a set has grown by this batch already
+                tried = self._try(outcome, call, batch, pieces, name)
+            outcome.logs = tried.logs
+            for value, ways in (tried.output or {}).items():
+                known.written.learn(value, ways)
         outcome.differ = False
         return outcome
 
@@ -150,16 +179,11 @@ class LoggedInEvaluation:
         joins, traces = Joins(pieces.whole, pieces.parts), Traces(context.module, beside=True)
         foreign, call = context.streams.is_foreign, context.experts.ending(call) if stages.repeats is None else call
         sees = SeesGroup(context.mesh.group("data_parallel"))
-        run = Tried(
-            context.gradients.on_parts(call),
-            context.recording,
-            traces,
-            joins,
-            stages,
-            2,
-            sees,
-            SameDraws(joins.joins, foreign),
-        )
+        replicas = present(self._replicas, "replicas")
+        kept = replicas.kept_of(joins, pieces)
+        call = context.gradients.on_parts(call)
+        draws = SameDraws(joins.joins, foreign)
+        run = Tried(call, context.recording, traces, joins, stages, 2, sees, draws, kept)
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
         checked, repeats = (max(joins.pieces, key=batch_size_of), len(joins.pieces)), stages.repeats
         passes = repeats.run if repeats is not None and repeats.includes(name) else None
@@ -168,21 +192,43 @@ class LoggedInEvaluation:
             executor.run(step) if passes is None else passes(step, self._undone)
         if repeats is not None:
             context.experts.end()
-        found = stages.outcome(partial(self._joined, outcome, run, joins, batch, name, sees), tried(name))
+        kinds, *_ = run.written(context.layers, cut=False)
+        layers = Parts(context.layers)
+        mine = {sendable(value, context.module): ways for value, ways in kinds.items() if value[0] not in layers}
+        grown = {value for value, ways in kinds.items() if "sum" in ways}
+        rows = replicas.learn_rows(run, traces.lasting(set(run.changes(0))) - grown)  # of layers on any stage
+        uncut = any(objects.gather(bool(rows.difference(kept.names)), context.mesh.group("world")))
+        joined = partial(self._joined, outcome, run, joins, batch, name, sees, mine)
+        if uncut and (known := self._known[name]).tried < _UNSETTLED:
+            known.tried, known.next = known.tried + 1, known.count + 1  # with what this batch leaves of its samples
+            joined = partial(Outcome, outcome.logs)
+        found = stages.outcome(joined, tried(name))
         stages.settle()
         if isinstance(found.output, StartOver) and repeats is not None:
             repeats.note(name)
             return self._try(outcome, call, batch, pieces, name)
         return found
 
-    def _joined(self, outcome: Outcome, run: Tried, joins: Joins, batch: Any, name: str, sees: SeesGroup) -> Outcome:
-        """What the step has logged, put together as the trial tells; on the ranks that compute the loss."""
+    def _joined(
+        self,
+        outcome: Outcome,
+        run: Tried,
+        joins: Joins,
+        batch: Any,
+        name: str,
+        sees: SeesGroup,
+        kinds: Mapping[Name, Kinds],
+    ) -> Outcome:
+        """What the step has logged, put together as the trial tells, and how what it writes comes together (as output);
+        on the ranks that compute the loss.
+        """
         known, group = self._known[name], self._context.mesh.group("data_parallel")
         found: Finding | None = None if run.failed else self._found(run, joins)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             told = [each for each in objects.gather(found, self._context.mesh.group(axis)) if each is not None]
             found = told[0].joined(told[1:]) if told else None
         narrow = any(objects.gather(run.draws.narrow, group))
+        written = _common([each or {} for each in objects.gather(kinds or None, group)])
         known.tried += 1
         if any(objects.gather(sees.gathers, group)):  # it is taken at its word
             known.untried = True
@@ -204,7 +250,7 @@ class LoggedInEvaluation:
                 weights = [each[how.weigh] if isinstance(how, Mean) else 1.0 for each in every]
                 rows[index, 0] = combine(how, self._mean.values(index), rows.new_tensor(weights))
         self._say(known, found, ways, name, group.size())
-        return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own))
+        return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own), output=written)
 
     def _found(self, run: Tried, joins: Joins) -> Finding:
         """What the logs of the pieces say."""
@@ -230,6 +276,15 @@ class LoggedInEvaluation:
                 f"what `self.log` is given as {with_lines(new, found)} for a batch of `{name}` is not made of what "
                 f"its parts give; the mean over the {replicas} replicas is logged. Log a torchmetrics object."
             )
+
+
+def _common(told: Sequence[Mapping[Name, Kinds]]) -> dict[Name, Kinds]:
+    """By name, the ways that all replicas allow that have written a value; ("",) if there are none."""
+    found: dict[Name, Kinds] = {}
+    for each in told:
+        for name, ways in each.items():
+            found[name] = tuple(way for way in found.get(name, ways) if way in ways) or ("",)
+    return found
 
 
 def _say_untried(keys: set[str], replicas: int, name: str, failed: str = "") -> None:

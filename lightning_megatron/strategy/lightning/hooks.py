@@ -105,13 +105,13 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
         if code in seen:
             continue
         seen.add(code)
-        for name in names_in(code):
+        used = set(names_in(code))
+        for name in used:
             if name in names:
                 return True
             if any(name in table for table in tables):
-                attribute = inspect.getattr_static(owner, name, None)
-                if isinstance(attribute, types.FunctionType):
-                    waiting.append(attribute)
+                methods = _methods_called(owner, name, above="super" in used)
+                waiting += [method for method in methods if isinstance(method, types.FunctionType)]
             named = getattr(function, "__globals__", {}).get(name)
             if isinstance(named, types.FunctionType) and _is_foreign(named):
                 waiting.append(named)
@@ -122,21 +122,32 @@ def names_used(owner: Any, hook: str) -> set[str]:
     """Names that a hook of a module or callback uses, and what it names of the user's code: methods of the same object,
     and functions.
     """
-    seen: set[types.CodeType] = set()
-    found: set[str] = set()
+    return {name for function in functions_of(owner, hook) for name in names_in(function.__code__)}
+
+
+def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
+    """The functions of a hook of a module or callback: its own, and those of the user's code that they name."""
+    found: dict[types.CodeType, types.FunctionType] = {}
     waiting = [getattr(owner, hook)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
+        function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
-        if code is None or code in seen:
+        if code is None or code in found:
             continue
-        seen.add(code)
+        found[code] = function
         names = set(names_in(code))
-        found |= names
-        named = [inspect.getattr_static(owner, name, None) for name in names]
+        named = [method for name in names for method in _methods_called(owner, name, above="super" in names)]
         named += [getattr(function, "__globals__", {}).get(name) for name in names]
         waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
-    return found
+    return list(found.values())
+
+
+def _methods_called(owner: Any, name: str, *, above: bool) -> list[Any]:
+    """What an attribute of an object is, and with ``above`` what it is in the classes above, for ``super().name``."""
+    return [inspect.getattr_static(owner, name, None)] + [
+        vars(kind).get(name) for kind in type(owner).__mro__ if above and _is_foreign(kind)
+    ]
 
 
 def takes_second_gradients(module: pl.LightningModule) -> bool:

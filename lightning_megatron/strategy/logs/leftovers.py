@@ -34,6 +34,7 @@ from lightning_megatron.strategy.loss.tables import appended_names, tables_of_op
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4
+_SMALL = 1 << 16  # bytes of an array
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class _Name:
 class Leftovers:
     """Finds and applies changes to the plain attributes of a LightningModule.
 
-    Numbers, strings, tensors, and lists, dicts, sets, deques and tuples of those are followed; other objects are not.
+    Numbers, strings, tensors, NumPy's arrays, and lists, dicts, sets, deques and tuples of those are followed; other
+    objects are not.
 
     Args:
         module: the user's module.
@@ -179,7 +181,7 @@ class Leftovers:
 
 
 def _followed(value: Any, depth: int) -> bool:
-    if isinstance(value, (*_PLAIN, Tensor)):
+    if isinstance(value, (*_PLAIN, Tensor)) or _is_numbers(value):
         return True
     if depth == 0:
         return False
@@ -190,6 +192,11 @@ def _followed(value: Any, depth: int) -> bool:
     return False
 
 
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is an array or a number of NumPy's, which need not be installed."""
+    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+
+
 def _fingerprint(value: Any) -> Any:
     """Comparable trace of a value: equal before and after exactly if nothing was assigned, added or written in
     place.
@@ -198,6 +205,8 @@ def _fingerprint(value: Any) -> Any:
         return ("plain", value if value == value else "nan")
     if isinstance(value, Tensor):
         return ("tensor", id(value), version_of(value))
+    if _is_numbers(value):  # NumPy counts no writes: of a small array the numbers tell of them
+        return ("array", id(value), value.tobytes() if value.nbytes <= _SMALL else None)
     if isinstance(value, dict):
         return ("dict", id(value), {key: _fingerprint(item) for key, item in value.items()})
     if isinstance(value, set):

@@ -25,7 +25,7 @@ from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_grap
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.loss.tables import NOT_USERS, NUMBERS, Table, appended_names, found_again, spelled
 from lightning_megatron.strategy.loss.traces import as_it_is
-from lightning_megatron.strategy.loss.written import merged, tail_of
+from lightning_megatron.strategy.loss.written import merged, tail_of, total
 
 _NEW = "new"
 _LOSS = "loss"  # a mean, weighed as the losses
@@ -249,7 +249,9 @@ class OncePerBatch:
                 self._refuse(slot.table.name, slot.key)
             return slot.left[-1]
         entries = [entry for tail in tails for entry in tail or ()]
-        if slot.kind in self._weights and len(entries) == len(self._sizes):
+        if slot.kind == "total" and len(entries) == len(self._sizes):
+            entries = [total(entries)]
+        elif slot.kind in self._weights and len(entries) == len(self._sizes):
             mean = merged(entries, self._weights[slot.kind], self._sizes)
             entries = entries if mean is MISSING else [mean]
         return type(before)([*before, *entries], *([before.maxlen] if isinstance(before, deque) else []))

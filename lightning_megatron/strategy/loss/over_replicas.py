@@ -13,7 +13,9 @@ A replica with one sample has no parts: two replicas' batches are tried instead,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +29,15 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
-from lightning_megatron.strategy.loss.pieces_tried import KeptRows, Tried
+from lightning_megatron.strategy.loss.pieces_tried import Joins, KeptRows, RowsOfPieces, Tried, unlike_pair
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
-from lightning_megatron.strategy.loss.tables import Name, sendable
+from lightning_megatron.strategy.loss.tables import NUMBERS, Name, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
 from lightning_megatron.strategy.loss.written import Kinds
 
 _MANY = 8  # samples of which four parts are tried, else two
-_GROWS = ("sum", "each")
+_GROWS = ("sum", "each", "total")
 _ALIKE = 1e-6  # relative, of values that replicas write
 
 
@@ -46,13 +48,13 @@ class TriedParts(NamedTuple):
         whole: all of their samples.
         parts: two or more.
         size: samples of this replica's batch.
-        borrowed: whether they are those of two replicas.
+        borrowed: the first of two neighbouring replicas whose batches they are; ``None`` where they are of this one's.
     """
 
     whole: Any
     parts: list[Any]
     size: int
-    borrowed: bool = False
+    borrowed: int | None = None
 
 
 class SeesGroup(TorchDispatchMode):
@@ -152,9 +154,8 @@ class OverReplicas:
         """
         changes = tried.changes(0)
         lasting = traces.lasting(set(changes)) | {name for name, (kind, *_) in kinds.items() if kind in _GROWS}
-        rows = {name for name in changes if name in lasting and tried.is_by_sample(name)}
+        rows = self.learn_rows(tried, lasting)
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
-        self.kept.learn(dict(zip(rows, tried.traces.tables(list(rows)), strict=True)))
         mine: dict[Name, list[Name]] = {}
         for name in changes:
             mine.setdefault(sendable(name, self._module), []).append(name)
@@ -164,6 +165,29 @@ class OverReplicas:
             metric = tried.mixed_metric(cut=cut)
             found = list(dict.fromkeys([*found, *others, *traces.weights.unlike, *([metric] if metric else [])]))
         return found, bool(rows.difference(tried.kept.names))
+
+    def kept_of(self, joins: Joins, of: TriedParts) -> RowsOfPieces:
+        """What steps before have kept of the samples of a trial. Collective over the replicas, where it is of two.
+
+        Args:
+            joins: the pieces.
+            of: the parts that they are made of.
+        """
+        return self.kept.of(joins.rows(), of.size, joins.first, self.group, of.borrowed)
+
+    def learn_rows(self, tried: Tried, lasting: Collection[Name]) -> set[Name]:
+        """Take note of values that have a row for each sample, of those that a trial has written.
+
+        Args:
+            tried: the trial.
+            lasting: values that a later step reads.
+
+        Returns:
+            Their names.
+        """
+        rows = {name for name in tried.changes(0) if name in lasting and tried.is_by_sample(name)}
+        self.kept.learn(dict(zip(rows, tried.traces.tables(list(rows)), strict=True)))
+        return rows
 
     def say(
         self, before: Reading, found: Finding, now: Reading, own: Sequence[tuple[list[Name], bool]], *, cut: bool
@@ -196,11 +220,12 @@ class OverReplicas:
             return TriedParts(samples_of(batch, 0, size * count), parts, batch_size_of(batch))
         if least > _MANY:
             return None
-        told = objects.gather(map_tensors(batch, Tensor.cpu), self.group)[:2]
-        one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
+        told = objects.gather(map_tensors(batch, Tensor.cpu), self.group)
+        first = unlike_pair(told[0], told)
+        one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told[first : first + 2])
         both = joined(one, other)
         found = both is not None and all(objects.gather(both is not None, world))
-        return TriedParts(both, [one, other], batch_size_of(batch), borrowed=True) if found else None
+        return TriedParts(both, [one, other], batch_size_of(batch), borrowed=first) if found else None
 
 
 def samples_in(batch: Any) -> int:
@@ -268,7 +293,13 @@ def _measured(value: Any) -> tuple[float, ...] | None:
         return (float(plain.numel()), float(plain.sum()), float(plain.abs().sum()))
     if isinstance(value, (bool, int, float)):
         return (1.0, float(value), abs(float(value)))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (set, dict)) and all(isinstance(entry, (*NUMBERS, tuple)) for entry in value):
+        keys = float(zlib.crc32(repr(sorted(map(repr, value))).encode()))
+        held = _measured(list(value.values())) if isinstance(value, dict) else ()
+        return None if held is None else (float(len(value)), keys, *held)
+    if isinstance(value, str):
+        return (float(zlib.crc32(value.encode())),)
+    if isinstance(value, (list, tuple, deque)):
         each = [_measured(entry) for entry in value]
         return None if None in each else tuple(number for entry in each if entry is not None for number in entry)
     return None

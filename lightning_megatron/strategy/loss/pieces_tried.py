@@ -90,7 +90,7 @@ class Joins:
 
     def __init__(self, batch: Any, parts: Sequence[Any], sample: int | None = None) -> None:
         ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
-        found = _pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
+        found = unlike_pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
         start = max(0, min(found - 1, len(parts) - _PARTS))
         self.pieces, self.first = [parts[start]], ends[start]
         self.joins: dict[int, tuple[int, ...]] = {}
@@ -176,20 +176,23 @@ class KeptRows:
         """Take note of values that have a row for each sample."""
         self.places |= found
 
-    def of(self, rows: Sequence[Rows], size: int, first: int, borrowed: dist.ProcessGroup | None) -> RowsOfPieces:
-        """Them, to be cut for the pieces of a trial. Collective over ``borrowed``.
+    def of(
+        self, rows: Sequence[Rows], size: int, first: int, group: dist.ProcessGroup, borrowed: int | None
+    ) -> RowsOfPieces:
+        """Them, to be cut for the pieces of a trial. Collective over the replicas, where it is of two.
 
         Args:
             rows: the samples of each piece, among those of all pieces.
             size: samples of this replica's batch.
             first: number of the first sample of the pieces among these.
-            borrowed: the replicas, if the pieces are the batches of the first two of them.
+            group: the replicas.
+            borrowed: the first of two neighbours among them whose batches the pieces are; ``None`` for this one's.
         """
         values = {name: table.values.get(key) for name, (table, key) in self.places.items()}
         fit = {name: value for name, value in values.items() if isinstance(value, Tensor) and _has_rows(value, size)}
         if borrowed is not None:
-            told = objects.gather({name: value.detach().cpu() for name, value in fit.items()}, borrowed)[:2]
-            both = {name: [each.get(name) for each in told] for name in fit}
+            told = objects.gather({name: value.detach().cpu() for name, value in fit.items()}, group)
+            both = {name: [each.get(name) for each in told[borrowed : borrowed + 2]] for name in fit}
             fit = {name: torch.cat(rows).to(fit[name]) for name, rows in both.items() if _are_alike(rows)}
             size, first = rows[0].total, 0
         places = [slice(first + piece.first, first + piece.first + piece.size) for piece in rows]
@@ -357,8 +360,13 @@ class Tried:
         return [recorder.logged() if recorder is not None else {} for recorder in self.recorders]
 
 
-def _pair(batch: Any, parts: Sequence[Any]) -> int:
-    """The first of two neighbouring micro-batches that have as unlike numbers of targets as any."""
+def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
+    """The first of two neighbours among some batches that have as unlike numbers of targets as any.
+
+    Args:
+        batch: one that is like them all.
+        parts: two or more.
+    """
     best, place = 0.0, 0
     for way in candidates(batch, *parts):
         counts = [way(part) / batch_size_of(part) for part in parts]

@@ -146,6 +146,16 @@ class Traces:
             self._hooks.put_back()
         self.weights.put_back()
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything as it was, for a while."""
+        now = Traces(self.module, beside=self._beside)
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
+
     def tables(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
         """Where the values called ``names`` are kept."""
         found = []
@@ -153,6 +163,14 @@ class Traces:
             tables = [(table, kept) for table, kept in self._kept if table.name == name]
             found.append((next((table for table, kept in tables if key in kept.values), tables[0][0]), key))
         return found
+
+    def start_of(self, name: Name) -> tuple[Table, Any] | None:
+        """Where a value is kept and what it was, or :data:`MISSING`; ``None`` if its table was not there."""
+        kept = [each for each in self._kept if each[0].name == name[0]]
+        if not kept:
+            return None
+        table, values = next((each for each in kept if name[1] in each[1].values), kept[0])
+        return table, values.earlier(name[1])
 
     def plain(self, outside: Collection[str]) -> list[Table]:
         """Attributes, dictionaries and objects, but those of modules in ``outside``."""

@@ -43,7 +43,7 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import NOTHING_KEPT, Joins, RowsOfPieces, ToldOfTrial, Tried
+from lightning_megatron.strategy.loss.pieces_tried import NOTHING_KEPT, Joins, ToldOfTrial, Tried
 from lightning_megatron.strategy.loss.said import (
     say_around,
     say_reading,
@@ -248,7 +248,7 @@ class LossTrials:
         watched, passes = self._streams.of_batch, self._passes()
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
         around = middle or sees
-        kept = self._kept_of(joins, of)
+        kept = NOTHING_KEPT if self.replicas is None else self.replicas.kept_of(joins, of)
         draws = SameDraws(joins.joins, self._streams.is_foreign, watched.others)
         tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, draws, kept)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
@@ -298,12 +298,6 @@ class LossTrials:
             warn_of_logged(before, self.reading, self._steps - 1)
         if not cut:
             self._stages.release()
-
-    def _kept_of(self, joins: Joins, of: TriedParts) -> RowsOfPieces:
-        """What steps before have kept of the samples of a trial. Collective over the replicas, where it is of two."""
-        if self.replicas is None:
-            return NOTHING_KEPT
-        return self.replicas.kept.of(joins.rows(), of.size, joins.first, self.replicas.group if of.borrowed else None)
 
     def _next_time(self, told: Sequence[ToldOfTrial]) -> int:
         """The step that is tried anyhow, after one that was."""

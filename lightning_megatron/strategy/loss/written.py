@@ -6,7 +6,7 @@ each micro-batch finds what the first one found, and what they leave is put toge
 
     self.calls += 1                   the same for every part      as the last one leaves it
     self.right += (p == y).sum()      adds up                      what was there, and the sum of what each has added
-    self.kept.append(loss)            an entry for each            what was there, and their mean
+    self.kept.append(loss)            an entry for each            what was there, and their mean, or their sum
     self.kept.extend(rows)            as many as samples           what was there, and all of them
     self.ema = 0.9 * ema + 0.1 * x    none of these                the batch has to stay whole
 """
@@ -33,7 +33,8 @@ Weights = Mapping[Any, Sequence[float]]
 """Ways to weigh the parts of a join: "sizes" (samples), or what counts their targets -> weight of each part."""
 Kinds = tuple[Any, ...]
 """Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one behind the
-other), "once" (of one of the parts); or a mean, by its way to weigh. The first is the usual one."""
+other), "total" (of one entry of a list each), "once" (of one of the parts); or a mean, by its way to weigh. The first
+is the usual one."""
 
 
 @dataclass
@@ -116,12 +117,13 @@ def _kinds_of_list(before: Any, apart: Sequence[Any], together: Any, weights: We
     if any(tail is None for tail in tails):
         return ()
     *parts, whole = (tail or [] for tail in tails)
-    if is_equal([entry for part in parts for entry in part], whole):
+    if _alike([entry for part in parts for entry in part], whole):
         return ("each",)
     if len(whole) != 1 or any(len(part) != 1 for part in parts):
         return ()
     entries = [part[0] for part in parts]
-    return tuple(way for way, each in weights.items() if _alike(merged(entries, each, weights["sizes"]), whole[0]))
+    means = tuple(way for way, each in weights.items() if _alike(merged(entries, each, weights["sizes"]), whole[0]))
+    return means or (("total",) if _alike(total(entries), whole[0]) else ())
 
 
 class Written:
@@ -168,8 +170,19 @@ def merged(entries: Sequence[Any], weights: Sequence[float], sizes: Sequence[flo
         return MISSING
 
 
+def total(entries: Sequence[Any]) -> Any:
+    """The sum of numbers or of tensors of one shape; :data:`MISSING` of anything else."""
+    alike = all(isinstance(entry, (int, float, Tensor)) for entry in entries)
+    if not alike or len({torch.as_tensor(entry).shape for entry in entries}) > 1:
+        return MISSING
+    with torch.no_grad():
+        return sum(entries[1:], entries[0])
+
+
 def _alike(one: Any, other: Any) -> bool:
     """Whether two values are the same but for rounding."""
+    if all(getattr(getattr(value, "dtype", None), "kind", "") in tuple("fc") for value in (one, other)):  # NumPy's
+        one, other = torch.as_tensor(one.copy()), torch.as_tensor(other.copy())
     if isinstance(one, (float, Tensor)) and isinstance(other, (float, Tensor)):
         left, right = (torch.as_tensor(value).detach().double() for value in (one, other))
         return left.shape == right.shape and bool(torch.allclose(left, right, rtol=1e-5, atol=1e-9, equal_nan=True))
@@ -185,7 +198,11 @@ def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     if not all(isinstance(value, (int, float, Tensor)) for value in (before, together, *apart)):
         return False
     start, end = torch.as_tensor(before), torch.as_tensor(together)
+    if start.shape == (0,) and end.ndim:
+        start = end[:0]  # `torch.tensor([])`, to which anything can be appended
     ends = [torch.as_tensor(value) for value in apart]
+    if any(value.dtype == torch.bool for value in (start, end, *ends)):
+        return False
     if any(value.shape != start.shape for value in (end, *ends)):
         alike = all(value.ndim == start.ndim > 0 for value in (end, *ends))
         grown = sum(len(value) - len(start) for value in ends) if alike else -1

@@ -62,6 +62,7 @@ class StepEngine:
         model_gradients: where gradients collect.
         recording: of what the running step logs.
         losses: what was found out about losses.
+        logged: tells how what steps of evaluation log and write comes together over the replicas.
         splits_itself: whether the module's own code has split it.
         whole: the way of a batch that is not cut into micro-batches.
         has_stages: whether there are several.
@@ -114,12 +115,12 @@ class StepEngine:
         shared = self.model_gradients, self.recording, self.losses, self._experts
         self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
         self._in_parts = ScheduledStep(self._context)
+        self.logged = self._in_parts.logged
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:
             cuts = self._in_parts.cuts
-            logged = self._in_parts.logged
-            self.whole = PlainStep(self._context, cuts, logged, copies, tries=streams.draws is None)
+            self.whole = PlainStep(self._context, cuts, self.logged, copies, tries=streams.draws is None)
             if streams.draws is not None:
                 self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, cuts)
         elif not module.automatic_optimization:
@@ -135,7 +136,7 @@ class StepEngine:
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
         outcome = self.whole.evaluate(call, batch, name)
-        return self._in_parts.logged.corrected(outcome, call, batch, name) if outcome.differ else outcome
+        return self.logged.corrected(outcome, call, batch, name) if outcome.differ else outcome
 
     def between_passes(self) -> AbstractContextManager[None]:
         """Around an update, in whose hooks user code sees the module as between steps, also in the middle of a step."""

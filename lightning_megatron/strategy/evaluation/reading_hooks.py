@@ -1,0 +1,110 @@
+"""Which hooks read what steps of evaluation keep, and whether they know that there are replicas.
+
+Since Lightning has no ``validation_epoch_end`` that is given all outputs, modules keep them by hand::
+
+    def validation_step(self, batch, batch_idx):       def on_validation_epoch_end(self):
+        self.outputs.append(self(x))                       self.log("spread", torch.cat(self.outputs).std())
+
+Such a hook is written for one process, which has the outputs of all samples. One that gathers by itself, that asks for
+its rank, or that updates a metric, which is put together over the replicas by itself, is given its replica's own.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, names_in
+
+_GATHERS = frozenset(
+    ("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "gather_object", "reduce_scatter")
+)
+_ASKS = frozenset(("get_rank", "get_world_size", "world_size", "num_devices", "distributed", "dist", "strategy"))
+_RANKS = ("global_rank", "local_rank")
+_LATE = ("on_train_epoch_end", "on_train_end", "on_fit_end")
+
+
+def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: str) -> set[str]:
+    """Names in the hooks behind a loop of evaluation that do not know of replicas, but for those in hooks that do.
+
+    Args:
+        module: the user's.
+        callbacks: of the Trainer.
+        loop: ``validation`` or ``test``.
+    """
+    hooks = f"on_{loop}_epoch_end", f"on_{loop}_end", *(_LATE if loop == "validation" else ())
+    owners: list[tuple[Any, Any]] = [(module, None)]
+    owners += [(callback, Callback) for callback in foreign_callbacks(callbacks)]
+    unaware, aware = set[str](), set[str]()
+    for owner, parent in owners:
+        for hook in hooks:
+            if is_overridden(hook, owner, parent=parent):
+                functions = functions_of(owner, hook)
+                names = {name for function in functions for name in names_in(function.__code__)}
+                known = not _GATHERS.isdisjoint(names) or not _ASKS.isdisjoint(names)
+                known = known or any(
+                    _asks_for_rank(each) or _updates_metrics(each, owner, module) for each in functions
+                )
+                (aware if known else unaware).update(names)
+    return unaware - aware
+
+
+def _asks_for_rank(function: Any) -> bool:
+    """Whether a function uses the number of its rank, but to let one rank write: ``if self.global_rank == 0``."""
+    definition = definition_of(function)
+    if definition is None:
+        return not set(_RANKS).isdisjoint(names_in(function.__code__))
+    compared = {id(side) for node in ast.walk(definition) if isinstance(node, ast.Compare) for side in _sides(node)}
+    tested = {id(node.operand) for node in ast.walk(definition) if isinstance(node, ast.UnaryOp)}
+    return any(
+        isinstance(node, ast.Attribute) and node.attr in _RANKS and id(node) not in compared | tested
+        for node in ast.walk(definition)
+    )
+
+
+def _sides(node: ast.Compare) -> Iterator[ast.expr]:
+    sides = [node.left, *node.comparators]
+    return iter(sides if any(isinstance(side, ast.Constant) and side.value == 0 for side in sides) else ())
+
+
+def _updates_metrics(function: Any, owner: Any, module: pl.LightningModule) -> bool:
+    """Whether a function calls or updates a metric that hangs on its object or on the module."""
+    metrics = {name for each in (owner, module) for name, value in _attributes(each) if _holds_metrics(value)}
+    names = metrics.intersection(names_in(function.__code__))
+    if not names:
+        return False
+    definition = definition_of(function)
+    if definition is None or not {"update", "forward"}.isdisjoint(names_in(function.__code__)):
+        return True
+    calls = (node.func for node in ast.walk(definition) if isinstance(node, ast.Call))
+    return any(_root(called) in names for called in calls)
+
+
+def _root(called: ast.expr) -> str:
+    """The attribute that is called: ``f1`` in ``self.f1(...)`` and ``self.f1["macro"](...)``."""
+    while isinstance(called, ast.Subscript):
+        called = called.value
+    return called.attr if isinstance(called, ast.Attribute) else ""
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    yield from vars(owner).items()
+    if isinstance(owner, nn.Module):
+        yield from owner.named_children()
+
+
+def _holds_metrics(value: Any) -> bool:
+    if isinstance(value, (Metric, MetricCollection)):
+        return True
+    if isinstance(value, nn.Module):
+        return any(isinstance(child, Metric) for child in value.modules())
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(isinstance(entry, (Metric, MetricCollection)) for entry in entries)

@@ -1,0 +1,238 @@
+"""What steps of evaluation keep for the hooks behind them is, over replicas, what one process keeps of all samples."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torchmetrics import SumMetric
+
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trainer_for
+from tests.strategy.test_logged_in_evaluation import WIDE, Validated
+
+SEEN: list[Tensor] = []
+"""A global that a step appends to."""
+
+
+class Meter:
+    """A user's own object."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+
+class Keeps(Validated):
+    """Keeps outputs, counts and sums by hand; ``read`` is called behind the last batch."""
+
+    padded_from = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("confusion", torch.zeros(2, 17, dtype=torch.float64))
+        self.clear()
+
+    def clear(self) -> None:
+        self.outputs: list[Any] = []
+        self.losses, self.sums, self.rows = [], [], []
+        self.meter, self.table, self.hits = Meter(), {"tokens": 0, "batches": 0}, torch.tensor(0)
+        self.all, self.words, self.bins = torch.tensor([]), set[int](), [0, 0]
+        self.arrays: list[Any] = []
+        self.confusion.zero_()
+        SEEN.clear()
+
+    def on_validation_epoch_start(self) -> None:
+        self.clear()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        logits, kept = self(x), y != -100
+        guess, loss = logits.argmax(-1), self.each(x, y)
+        right = (guess == y).sum()
+        self.outputs.append({"logits": logits.mean(1), "y": y[:, 0]})
+        self.losses.append(loss)
+        self.sums.append(self.each(x, y, reduction="sum").item())
+        self.rows.extend(logits.mean((1, 2)).tolist())
+        self.meter.total += float(loss) * int(kept.sum())
+        self.meter.count += int(kept.sum())
+        self.table["tokens"] += y.numel()
+        self.table["batches"] += 1
+        self.hits = self.hits + right
+        self.all = torch.cat([self.all, logits.mean(1)])
+        self.words |= set(x[:, 0].tolist())
+        self.bins[0] += int((x > 8).sum())
+        self.bins[1] += int((x <= 8).sum())
+        self.confusion[0] += logits.sum((0, 1))
+        self.arrays.append(logits.mean(1).numpy())
+        SEEN.append(logits[:, 0])
+
+    def read(self) -> dict[str, float]:
+        """Numbers of all samples."""
+        logits = torch.cat([each["logits"] for each in self.outputs])
+        found = {
+            "spread": logits.std(),
+            "targets": torch.cat([each["y"] for each in self.outputs]).double().std(),
+            "loss": torch.stack(self.losses).mean(),
+            "worst": torch.stack(self.losses).max(),
+            "sum": sum(self.sums),
+            "entries": len(self.sums),
+            "rows": torch.tensor(self.rows).std(),
+            "count": len(self.rows),
+            "mean": self.meter.total / self.meter.count,
+            "tokens": self.table["tokens"],
+            "batches": self.table["batches"],
+            "hits": self.hits,
+            "median": self.all.median(),
+            "words": len(self.words),
+            "bins": self.bins[0] - self.bins[1] ** 2,
+            "confusion": self.confusion.square().sum(),
+            "global": torch.cat(SEEN).std(),
+            "arrays": numpy.concatenate(self.arrays).std(),
+        }
+        return {key: torch.as_tensor(value, dtype=torch.float64) for key, value in found.items()}
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.read())
+
+
+class ReadByCallback(Keeps):
+    """A callback reads what the step has kept."""
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def configure_callbacks(self) -> list[Callback]:
+        class Reads(Callback):
+            def on_validation_epoch_end(self, trainer: Any, pl_module: Keeps) -> None:
+                """Logs it."""
+                pl_module.log("spread", torch.cat([each["logits"] for each in pl_module.outputs]).std())
+                pl_module.log("bins", float(pl_module.bins[0]))
+
+        return [Reads()]
+
+
+class Gathers(Keeps):
+    """Its hook knows of replicas, and gathers by itself."""
+
+    def on_validation_epoch_end(self) -> None:
+        logits = torch.cat([each["logits"] for each in self.outputs])
+        self.log("spread", self.all_gather(logits).flatten(0, -2).sort(0).values.std())
+        self.log("hits", self.all_gather(self.hits).sum().double())
+
+
+class UpdatesMetric(Keeps):
+    """Its hook updates a metric, which is put together over replicas by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = SumMetric()
+
+    def on_validation_epoch_end(self) -> None:
+        self.sum((torch.cat([each["logits"] for each in self.outputs]) > 0).sum())
+        self.log("sum", self.sum)
+
+
+class Unclear(Keeps):
+    """Keeps the best of a batch's means, which is not made of those of its parts."""
+
+    best = 0.0
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.best = max(self.best, float(self.losses[-1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("best", self.best)
+
+
+class Logging(Keeps):
+    """Logs in the step as well."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("step_loss", self.losses[-1])
+
+
+class Loaders(Keeps):
+    """Keeps a list for each of two loaders."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.by_loader: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def val_dataloader(self) -> Any:
+        return [super().val_dataloader(), super().val_dataloader()]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.by_loader[dataloader_idx].append(self(batch[0]) * (1 + dataloader_idx))
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        for loader, found in self.by_loader.items():
+            self.log(f"spread_{loader}", torch.cat(found).std())
+
+
+KINDS: dict[str, type[Keeps]] = {
+    kind.__name__: kind for kind in (Keeps, ReadByCallback, Gathers, UpdatesMetric, Unclear, Logging, Loaders)
+}
+
+
+def kept(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
+    """What two validations have logged."""
+    torch.manual_seed(0)
+    trainer, module = trainer_for(info, layout, arguments, max_epochs=1), KINDS[name]()
+    found = []
+    for _ in range(2):
+        trainer.validate(module, verbose=False)
+        found.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+    return found
+
+
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
+    ((1, 2), {}),
+    ((2, 2), {"micro_batch_size": 2}),
+    ((1, 4), {}),
+    ((1, 8), {}),  # a sample on each
+    ((2, 2), {"micro_batch_size": 2, "evaluation_micro_batch_size": 1}),
+    ((1, 2), {"evaluation_micro_batch_size": 2}),
+    ((1, 2), {"tensor_parallel_size": 2}),
+    ((1, 2), {"context_parallel_size": 2}),
+    ((1, 2), {"weight_sharding": True}),
+    ((1, 2), {"random_streams": "layout"}),
+]
+ROWS = [
+    pytest.param(name, layout, arguments, marks=() if name == "Keeps" and number < 2 else WIDE)
+    for name in ("Keeps", "ReadByCallback", "Gathers", "UpdatesMetric", "Logging", "Loaders")
+    for number, (layout, arguments) in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
+def test_hooks_find_what_one_process_keeps(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
+    expected = one_process(kept, None, name, {})
+    ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("context_parallel_size", 1)
+    for found in run_trainers(kept, layout, name, arguments, devices=layout[0] * layout[1] * ranks):
+        for here, there in zip(found.value, expected, strict=True):
+            assert here.keys() == there.keys()
+            assert not list(differences("logged", here, there, 1e-9)), found.output
+
+
+@pytest.mark.parametrize("layout", [pytest.param((1, 2), id="dp2"), pytest.param((2, 2), id="pp2xdp2", marks=WIDE)])
+def test_what_does_not_come_together_is_named(layout: Layout) -> None:
+    found = run_trainers(kept, layout, "Unclear", {}, devices=layout[0] * layout[1], check=False, grace=20.0)
+    said = r"`validation_step` writes `best` from the samples of each of the 2 replicas"
+    assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error
+
+
+def test_each_replicas_own_is_kept_where_the_user_means_it() -> None:
+    found = run_trainers(kept, (1, 2), "Keeps", {"whole_batch_loss": False}, devices=2)
+    counts = Counter(round(each.value[0]["count"]) for each in found)
+    assert counts == {round(one_process(kept, None, "Keeps", {})[0]["count"]) // 2: 2}
