@@ -257,6 +257,8 @@ def grouped(x, **options):
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2, [0] * 7 + [1] * 4])
 NOBODY = CAUSAL.clone()
 NOBODY[3] = False
+# In float64, as the tokens are: torch's kernel for processors without AVX-512 misreads a float32 mask beside them.
+SLOPES = (torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)).double() * -0.3
 RINGED = {
     "whole": sdpa,
     "causal": lambda x: sdpa(x, is_causal=True),
@@ -264,9 +266,9 @@ RINGED = {
     "window": lambda x: sdpa(x, attn_mask=CAUSAL & ~CAUSAL.tril(-4)),
     "padding": lambda x: sdpa(x, attn_mask=torch.arange(TOKENS)[None, None, None] < 7),
     "documents": lambda x: sdpa(x, attn_mask=((DOCUMENTS[:, None] == DOCUMENTS[..., None]) & CAUSAL)[:, None]),
-    "slopes": lambda x: sdpa(x, attn_mask=torch.arange(TOKENS)[:, None].sub(torch.arange(TOKENS)).mul(-0.3)),
+    "slopes": lambda x: sdpa(x, attn_mask=SLOPES),
     "a row that sees no key": lambda x: sdpa(x, attn_mask=NOBODY),
-    "in numbers": lambda x: sdpa(x, attn_mask=torch.zeros(NOBODY.shape).masked_fill(~NOBODY, -math.inf)),
+    "in numbers": lambda x: sdpa(x, attn_mask=torch.zeros(NOBODY.shape).double().masked_fill(~NOBODY, -math.inf)),
     "large scores": lambda x: sdpa(x * 40, is_causal=True),
     "shared heads": lambda x: grouped(x, is_causal=True),
     "shared heads, mask": lambda x: grouped(x, attn_mask=CAUSAL[None, None]),
