@@ -37,6 +37,7 @@ from lightning_megatron.parallelize.reading.inputs import LENGTH
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models
 from lightning_megatron.parallelize.reading.study import Study
 from lightning_megatron.parallelize.reading.trace import Call, Trace
+from lightning_megatron.parallelize.swap.hooks_on_tokens import TokenHooks
 from lightning_megatron.parallelize.swap.token_edges import LayerEdge, gathered, replace
 from lightning_megatron.parallelize.trial.mixed_gradients import check_gradients, mixed
 from lightning_megatron.parallelize.trial.outside import partial_outside
@@ -107,15 +108,19 @@ class SequencePlan:
     def install(self, group: dist.ProcessGroup) -> None:
         """Add hooks to the trunk that split and gather the sequence and switch the dropout streams."""
         root = None if self.root is None else self.module.get_submodule(self.root)
+        hooks = TokenHooks(self.dim, group, self.covers, self.module)
         for name in self.layers:
+            layer = self.module.get_submodule(name)
+            hooks.put(layer)
             edge = LayerEdge(
                 *(RankStream(name, group.rank(), group.size()), group, self.dim, self.tokens[name]),
+                hooks=hooks,
                 root=None if self.gathers_each else root,
                 outside=sorted(self.outside),
                 splits=self.splits_input,
                 ends=(name == self.layers[0], name == self.layers[-1]),
             )
-            edge.install(self.module.get_submodule(name))
+            edge.install(layer)
         for name, keys in {door for door in self.doors.values() if door is not None}:
             hook = _entering(keys, self.dim, group)
             self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

@@ -28,6 +28,7 @@ from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.messages.collectives import copy_to_group, gather_from_group, split_to_group
 from lightning_megatron.mesh.pickling import RankHook
+from lightning_megatron.parallelize.swap.hooks_on_tokens import TokenHooks
 from lightning_megatron.parallelize.trial.tokens import Tokens
 
 _CALL = nn.Module._call_impl.__code__
@@ -41,6 +42,7 @@ class LayerEdge:
         group: the tensor group.
         dim: dim of the tokens in the hidden state.
         tokens: what has tokens in the layer's arguments and its output.
+        hooks: shows hooks of the user all tokens.
         root: code between the layers that runs in a call of this module has parts of the tokens; ``None``: all of it
             has whole tensors.
         outside: names of parameters whose gradients are partial where that code has parts of the tokens.
@@ -55,12 +57,14 @@ class LayerEdge:
         dim: int,
         tokens: Tokens,
         *,
+        hooks: TokenHooks,
         root: nn.Module | None,
         outside: Sequence[str],
         splits: bool,
         ends: tuple[bool, bool],
     ) -> None:
         self._stream, self._group, self._dim, self._tokens = stream, group, dim, tokens
+        self._hooks = hooks
         self._root, self._outside, self._splits, self._ends = root, outside, splits, ends
         self._alone = splits and root is None
 
@@ -80,8 +84,9 @@ class LayerEdge:
                 _refuse_other_code(self._stream.name, self._root, self._outside[0])
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if tensors:
-            shape = list(tensors[0].shape)
-            shape[self._dim] //= self._group.size() if self._ends[0] or self._alone else 1
+            shape, whole = list(tensors[0].shape), self._ends[0] or self._alone
+            shape[self._dim] //= self._group.size() if whole else 1
+            self._hooks.open(tensors[0], whole=whole)
             self._stream.open(tensors[0].device, tokens=(self._dim, tuple(shape)), training=layer.training)
 
     def _split(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

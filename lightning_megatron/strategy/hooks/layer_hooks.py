@@ -64,6 +64,8 @@ class LayerHooks:
         inside = set(_between(modules, split))
         if shares_tokens:
             inside |= {each for name in split for each in outwards(name) if each}
+            layers = {each for each in inside if each.rpartition(".")[2].isdigit()}
+            inside |= {name for name in modules if any(lies_in(name, layer) for layer in layers)}
         self._inside = [modules[name] for name in modules if name in inside]
         self._hooked = [part for name, part in modules.items() if name in inside or id(part) in self._held]
         self._within = {

@@ -34,6 +34,7 @@ from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
 from lightning_megatron.mesh.messages.further_groups import further_group
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
+from lightning_megatron.parallelize.swap.hooks_on_tokens import refuse_gradients
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.strategy.hooks.backward_code import refuse_on_tokens
 from lightning_megatron.strategy.hooks.layer_hooks import LayerHooks
@@ -110,6 +111,8 @@ class WholeHooks:
         shares_tokens = report is not None and report.sequence_parallel
         if shares_tokens:
             refuse_on_tokens(module, group.size())
+            if mesh.layout.pipeline > 1:
+                refuse_gradients(module)
         self._layers = LayerHooks(module, split, group.size(), shares_tokens)
         self.steps.watch(module, _is_compiled, self._layers.called, is_led, shows_whole)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
