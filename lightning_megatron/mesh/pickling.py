@@ -72,13 +72,23 @@ class RankHook(OfOneRank):
 
 
 class AroundHook:
-    """Base of what runs in the place of a hook of the user, and is taken for it.
+    """Base of what runs in the place of a hook of the user, and is taken for it: copies and pickles are the user's.
 
     Attributes:
         given: the user's hook.
     """
 
     given: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.given
+
+    def __reduce__(self) -> Any:
+        return _same, (self.given,)
+
+
+def _same(hook: Any) -> Any:
+    return hook
 
 
 class OtherClass:

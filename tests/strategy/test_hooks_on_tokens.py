@@ -126,22 +126,23 @@ def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kin
     return {"logged": logged.found, "weights": first}
 
 
-@pytest.mark.parametrize("kind", [Keeps, OfBranch, BeforeRegion, Weighted, Changes, Writes])
-def test_what_hooks_keep_and_change_under_sequence_parallelism_is_of_all_tokens(kind: type[Keeps]) -> None:
+def check(kind: type[Keeps], layout: Layout) -> None:
+    """Logged numbers and weights are those of one process."""
     wanted = run_trainers(run, None, {}, kind, devices=1)[0].value
-    for outcome in run_trainers(run, (1, 1), TOKENS, kind, devices=2):
+    for outcome in run_trainers(run, layout, TOKENS, kind, devices=2 * layout[0]):
         assert outcome.value["logged"] == pytest.approx(wanted["logged"], abs=1e-9)
         for name, value in outcome.value["weights"].items():
             torch.testing.assert_close(value, wanted["weights"][name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("kind", [Keeps, OfBranch, BeforeRegion, Weighted, Changes, Writes])
+def test_what_hooks_keep_and_change_under_sequence_parallelism_is_of_all_tokens(kind: type[Keeps]) -> None:
+    check(kind, (1, 1))
 
 
 @pytest.mark.parametrize("kind", [Detached, Writes])
 def test_what_hooks_keep_on_several_stages_is_of_all_tokens(kind: type[Keeps]) -> None:
-    wanted = run_trainers(run, None, {}, kind, devices=1)[0].value
-    for outcome in run_trainers(run, (2, 1), TOKENS, kind, devices=4):
-        assert outcome.value["logged"] == pytest.approx(wanted["logged"], abs=1e-9)
-        for name, value in outcome.value["weights"].items():
-            torch.testing.assert_close(value, wanted["weights"][name], rtol=1e-9, atol=1e-9, msg=name)
+    check(kind, (2, 1))
 
 
 def test_gradients_of_what_hooks_keep_on_several_stages_are_refused_with_their_line() -> None:

@@ -16,7 +16,7 @@ from torchmetrics import SumMetric
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
-from tests.strategy.test_logged_in_evaluation import WIDE, Validated
+from tests.strategy.test_logged_in_evaluation import LAYOUTS, WIDE, Validated
 
 SEEN: list[Tensor] = []
 """A global that a step appends to."""
@@ -196,20 +196,9 @@ def kept(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[st
     return found
 
 
-LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
-    ((1, 2), {}),
-    ((2, 2), {"micro_batch_size": 2}),
-    ((1, 4), {}),
-    ((1, 8), {}),  # a sample on each
-    ((2, 2), {"micro_batch_size": 2, "evaluation_micro_batch_size": 1}),
-    ((1, 2), {"evaluation_micro_batch_size": 2}),
-    ((1, 2), {"tensor_parallel_size": 2}),
-    ((1, 2), {"context_parallel_size": 2}),
-    ((1, 2), {"weight_sharding": True}),
-    ((1, 2), {"random_streams": "layout"}),
-]
+EVERYDAY = (LAYOUTS.index(((1, 2), {})), LAYOUTS.index(((2, 2), {"micro_batch_size": 2})))
 ROWS = [
-    pytest.param(name, layout, arguments, marks=() if name == "Keeps" and number < 2 else WIDE)
+    pytest.param(name, layout, arguments, marks=() if name == "Keeps" and number in EVERYDAY else WIDE)
     for name in ("Keeps", "ReadByCallback", "Gathers", "UpdatesMetric", "Logging", "Loaders")
     for number, (layout, arguments) in enumerate(LAYOUTS)
 ]

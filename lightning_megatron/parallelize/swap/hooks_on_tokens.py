@@ -176,16 +176,6 @@ class OnTokens(AroundHook):
     def __call__(self, part: nn.Module, *values: Any) -> Any:
         return self.hooks.run(self.given, part, values, forward=self._forward)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.given
-
-    def __reduce__(self) -> Any:
-        return _same, (self.given,)
-
-
-def _same(hook: Any) -> Any:
-    return hook
-
 
 class _Shares(TorchFunctionMode):
     """Lets the gradient of some parameters be a share of what it is, in what runs inside.

@@ -203,16 +203,6 @@ class _Blindfolded(AroundHook):
     def __call__(self, part: nn.Module, *call: Any, **options: Any) -> Any:
         return self._hooks.run(self._said, self.given, part, *call, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.given
-
-    def __reduce__(self) -> Any:
-        return _same, (self.given,)
-
-
-def _same(hook: Any) -> Any:
-    return hook
-
 
 def _between(modules: Mapping[str, nn.Module], split: Mapping[str, nn.Module]) -> Iterator[str]:
     """Names of the layers of regions, and of modules without parameters beside them, whose inputs may be parts."""
