@@ -36,8 +36,8 @@ from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
 from lightning_megatron.strategy.evaluation.kept import KeptForHooks
+from lightning_megatron.strategy.hooks.added_later import LateModules
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
-from lightning_megatron.strategy.hooks.late_modules import LateModules
 from lightning_megatron.strategy.hooks.over_stages import OverStages
 from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state

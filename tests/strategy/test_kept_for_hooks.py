@@ -152,6 +152,67 @@ class Unclear(Keeps):
         self.log("best", self.best)
 
 
+class BehindBatch(Keeps):
+    """Its own hook behind each batch keeps what the step has returned."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self(batch[0])
+
+    def on_validation_batch_end(self, outputs: Tensor, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.losses.append(outputs)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("spread", torch.cat(self.losses).std())
+
+
+class Scores(Callback):
+    """Collects what steps have returned."""
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Keeps it."""
+        self.scores.append(outputs)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Keeps) -> None:
+        """Logs it."""
+        pl_module.log("spread", self.seen(pl_module).std())
+
+    def seen(self, module: Keeps) -> Tensor:
+        """All of it."""
+        return torch.cat(self.scores)
+
+
+class GatheredScores(Scores):
+    """Knows that there are replicas."""
+
+    def seen(self, module: Keeps) -> Tensor:
+        found = super().seen(module)
+        return found if module.trainer.world_size == 1 else module.all_gather(found)
+
+
+class ByCallback(BehindBatch):
+    """A callback does so."""
+
+    callback: type[Callback] = Scores
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.callback()]
+
+
+class ByGathering(ByCallback):
+    """Which gathers by itself."""
+
+    callback = GatheredScores
+
+
 class Logging(Keeps):
     """Logs in the step as well."""
 
@@ -181,7 +242,11 @@ class Loaders(Keeps):
 
 
 KINDS: dict[str, type[Keeps]] = {
-    kind.__name__: kind for kind in (Keeps, ReadByCallback, Gathers, UpdatesMetric, Unclear, Logging, Loaders)
+    kind.__name__: kind
+    for kind in (
+        *(Keeps, ReadByCallback, Gathers, UpdatesMetric, Unclear, Logging, Loaders),
+        *(BehindBatch, ByCallback, ByGathering),
+    )
 }
 
 
@@ -215,10 +280,23 @@ def test_hooks_find_what_one_process_keeps(name: str, layout: Layout, arguments:
 
 
 @pytest.mark.parametrize("layout", [pytest.param((1, 2), id="dp2"), pytest.param((2, 2), id="pp2xdp2", marks=WIDE)])
-def test_what_does_not_come_together_is_named(layout: Layout) -> None:
-    found = run_trainers(kept, layout, "Unclear", {}, devices=layout[0] * layout[1], check=False, grace=20.0)
-    said = r"`validation_step` writes `best` from the samples of each of the 2 replicas"
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Unclear", r"`validation_step` writes `best` from the samples of each of the 2 replicas"),
+        ("BehindBatch", r"`validation_step`, or `on_validation_batch_end`, writes `losses` from the samples of each"),
+        ("ByCallback", r"callbacks collect `Scores.scores` in `on_validation_batch_end` from the samples of each"),
+    ],
+)
+def test_what_does_not_come_together_is_named(name: str, said: str, layout: Layout) -> None:
+    found = run_trainers(kept, layout, name, {}, devices=layout[0] * layout[1], check=False, grace=20.0)
     assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error
+
+
+def test_callbacks_that_gather_by_themselves_are_not_named() -> None:
+    (expected, _) = one_process(kept, None, "ByGathering", {})
+    for found in run_trainers(kept, (1, 2), "ByGathering", {}, devices=2):
+        assert found.value[0].keys() == expected.keys()
 
 
 def test_each_replicas_own_is_kept_where_the_user_means_it() -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from lightning_megatron.mesh.marks import ATTRIBUTE
 from lightning_megatron.mesh.pickling import AroundHook
@@ -38,6 +39,13 @@ _BY_THE_CUT = frozenset({"forward", "_call_impl", "named_parameters", "named_buf
 MODULE = frozenset(nn.Module().__dict__) | _BY_THE_CUT
 """Attributes of modules that are torch's or this package's."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
+"""What ``torch.nn.modules.module.register_module_forward_hook`` and its like fill."""
 
 
 @dataclass(frozen=True)

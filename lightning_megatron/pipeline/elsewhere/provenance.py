@@ -46,6 +46,10 @@ class WatchPlan:
         """Say that such a run was watched."""
         self._done.add((bounds, where))
 
+    def renew(self) -> None:
+        """Watch the next run of each kind again."""
+        self._done.clear()
+
 
 class Provenance(TorchFunctionMode):
     """Watches one run of a step on one virtual stage.

@@ -81,10 +81,10 @@ class PipelineExecutor:
         self._slot: Slot | None = None
 
     def expect_gradients(self, arriving: float, leaving: float) -> None:
-        """Forget what activations looked like if parameters were frozen or unfrozen, here or on a stage before.
+        """Forget what crosses boundaries if parameters were frozen or unfrozen, or hooks came, up to this stage.
 
         Args:
-            arriving: number that stands for which parameters of the stages before are trained.
+            arriving: number that stands for what parameters of the stages before are trained, and for their hooks.
             leaving: the same, with this stage's.
         """
         if (arriving, leaving) == self._trained:

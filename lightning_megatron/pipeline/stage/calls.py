@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.elsewhere.containers import users_hook
+from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, users_hook
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
 from lightning_megatron.pipeline.forwards.entry import Entry
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
@@ -72,12 +71,7 @@ class AnswersLayers(Protocol):
         """Answer a call of trunk layer ``index``."""
 
 
-_BEFORE: dict[int, Any] = torch_module._global_forward_pre_hooks
-_AFTER: dict[int, Any] = torch_module._global_forward_hooks
-_BEFORE_BACKWARD: dict[int, Any] = torch_module._global_backward_pre_hooks
-_BACKWARD: dict[int, Any] = torch_module._global_backward_hooks
-_GLOBAL_HOOKS = (_BEFORE, _AFTER, _BEFORE_BACKWARD, _BACKWARD)
-"""What ``torch.nn.modules.module.register_module_forward_hook`` and its like fill."""
+_BEFORE, _AFTER, _BEFORE_BACKWARD, _BACKWARD = GLOBAL_HOOKS
 
 
 class HookedCall(Wrapper, Entry):
@@ -223,7 +217,7 @@ class FirstCall(PartCall):
 def has_user_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on ``module``, or on all modules, that are not this package's own."""
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(users_hook(hook) is not None for table in (*tables, *_GLOBAL_HOOKS) for hook in table.values())
+    return any(users_hook(hook) is not None for table in (*tables, *GLOBAL_HOOKS) for hook in table.values())
 
 
 def _first_parameter(forward: Callable[..., Any]) -> str:

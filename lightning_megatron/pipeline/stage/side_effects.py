@@ -94,6 +94,11 @@ class SideEffects:
         self.tracks = first or self._kind in self._travelling
         self.looks = self.tracks or (micro_batch == 0 and bounds[1] < self._last)
 
+    def look_again(self) -> None:
+        """Forget where layers can write to: their hooks are others now."""
+        self._known.clear()
+        self._views.clear()
+
     def found_in(self, where: str) -> bool:
         """Whether layers of this stage were seen to have side effects in the step of this name."""
         return any(name == where for _, name in self._lasting)

@@ -9,7 +9,8 @@ batch, before the first of these hooks, replicas tell each other what they have:
     self.losses.append(loss)          likewise, their mean or their sum
     self.best = max(self.best, x)     none of these: each keeps its own, and the user is told
 
-Hooks that know of replicas (:mod:`.reading_hooks`) find what their own has left.
+Hooks that know of replicas (:mod:`.reading_hooks`) find what their own has left. What callbacks collect themselves in
+hooks behind each batch stays their replica's, and the user is told if replicas have not the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -34,6 +36,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal, refill
 from lightning_megatron.strategy.callbacks.loop_ends import LoopEnds
+from lightning_megatron.strategy.evaluation.collected import Collected
 from lightning_megatron.strategy.evaluation.logged import LoggedInEvaluation
 from lightning_megatron.strategy.evaluation.reading_hooks import names_read
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
@@ -103,10 +106,12 @@ class KeptForHooks(Callback):
         self._latest: Traces | None = None
         self._values: dict[Name, _Value] = {}
         self._batches: list[dict[Any, float]] = []
+        self._collected: Collected | None = None
         if mesh.layout.data > 1 and logged.tries:
             callbacks = callbacks_of(trainer)
             others = [callback for callback in callbacks if not isinstance(callback, KeptForHooks)]
             self._read = {loop: names_read(module, others, loop) for loop in ("validation", "test")}
+            self._collected = Collected(others, module, self._group)
             place = 1 + max((at for at, each in enumerate(others) if isinstance(each, LoopEnds)), default=-1)
             callbacks[:] = [*others[:place], self, *others[place:]]
 
@@ -163,13 +168,22 @@ class KeptForHooks(Callback):
         for each in self._values.values():
             each.ends.append(_length(self._now(each)))
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All batches are done on all ranks."""
+        self._end("train")
+
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All batches are done on all ranks."""
-        self._together("validation_step")
+        self._end("validation")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All batches are done on all ranks."""
-        self._together("test_step")
+        self._end("test")
+
+    def _end(self, loop: str) -> None:
+        self._together(f"{loop}_step")
+        if self._collected is not None:
+            self._collected.compare(loop)
 
     def _ways(self, name: str) -> dict[Name, Any]:
         """By name of a value that hooks read, how it comes together."""
@@ -274,11 +288,13 @@ class KeptForHooks(Callback):
         self._told.update(found)
         if found:
             names = ", ".join(f"`{spelled(each)}`" for each in found)
+            behind = f"on_{name.removesuffix('_step')}_batch_end"
+            other = f", or `{behind}`," if is_overridden(behind, self._module) else ""
             rank_zero_warn(
-                f"`{name}` writes {names} from the samples of each of the {self._replicas} replicas, where one process "
-                "writes it from all of them, and how they come together is not known: the hooks that read it see those "
-                "of their replica. Gather what they need (`self.all_gather`), use a torchmetrics object, or pass "
-                "`whole_batch_loss=False` if each replica's own is meant."
+                f"`{name}`{other} writes {names} from the samples of each of the {self._replicas} replicas, where one "
+                "process writes it from all of them, and how they come together is not known: the hooks that read it "
+                "see those of their replica. Gather what they need (`self.all_gather`), use a torchmetrics object, or "
+                "pass `whole_batch_loss=False` if each replica's own is meant."
             )
 
 

@@ -40,21 +40,56 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
         callbacks: of the Trainer.
         loop: ``validation`` or ``test``.
     """
-    hooks = f"on_{loop}_epoch_end", f"on_{loop}_end", *(_LATE if loop == "validation" else ())
+    hooks = *_behind(loop), *(_LATE if loop == "validation" else ())
     owners: list[tuple[Any, Any]] = [(module, None)]
     owners += [(callback, Callback) for callback in foreign_callbacks(callbacks)]
     unaware, aware = set[str](), set[str]()
     for owner, parent in owners:
-        for hook in hooks:
-            if is_overridden(hook, owner, parent=parent):
-                functions = functions_of(owner, hook)
-                names = {name for function in functions for name in names_in(function.__code__)}
-                known = not _GATHERS.isdisjoint(names) or not _ASKS.isdisjoint(names)
-                known = known or any(
-                    _asks_for_rank(each) or _updates_metrics(each, owner, module) for each in functions
-                )
-                (aware if known else unaware).update(names)
+        for names, known in _names(owner, parent, hooks, module):
+            (aware if known else unaware).update(names)
     return unaware - aware
+
+
+def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:
+    """Names in the hooks of a callback behind a loop that do not know of replicas, if it looks at each batch's outputs.
+
+    Args:
+        callback: of the user's.
+        module: the user's.
+        loop: ``train``, ``validation`` or ``test``.
+    """
+    hook = f"on_{loop}_batch_end"
+    if not is_overridden(hook, callback, parent=Callback) or not _looks_at_batches(getattr(callback, hook)):
+        return set()
+    found = list(_names(callback, Callback, _behind(loop), module))
+    return set[str]().union(*(names for names, known in found if not known)) if found else set()
+
+
+def _behind(loop: str) -> tuple[str, str]:
+    return f"on_{loop}_epoch_end", f"on_{loop}_end"
+
+
+def _names(
+    owner: Any, parent: type | None, hooks: Iterable[str], module: pl.LightningModule
+) -> Iterator[tuple[set[str], bool]]:
+    """Names in each of some hooks, and whether it knows of replicas."""
+    for hook in hooks:
+        if is_overridden(hook, owner, parent=parent):
+            functions = functions_of(owner, hook)
+            names = {name for function in functions for name in names_in(function.__code__)}
+            known = not _GATHERS.isdisjoint(names) or not _ASKS.isdisjoint(names)
+            known = known or any(_asks_for_rank(each) or _updates_metrics(each, owner, module) for each in functions)
+            yield names, known
+
+
+def _looks_at_batches(hook: Any) -> bool:
+    """Whether a hook uses the outputs or the batch that it is given."""
+    definition = definition_of(hook)
+    if definition is None:
+        return True
+    given = {each.arg for each in definition.args.args[3:5]} | {each.arg for each in definition.args.kwonlyargs}
+    given |= {definition.args.vararg.arg} if definition.args.vararg is not None else set()
+    return any(isinstance(node, ast.Name) and node.id in given for node in ast.walk(definition))
 
 
 def _asks_for_rank(function: Any) -> bool:

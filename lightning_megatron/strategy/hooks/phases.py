@@ -12,7 +12,7 @@ Such expressions are read in the source of ``training_step``, and of the methods
 that it calls. They are computed before each step; where one is true or false for the first time, or chooses a function
 or a word that it has not chosen before, the step is tried again. Those of steps and epochs are the same on all ranks,
 so that all of them try at once. A switch such as ``if self.warm:`` may be thrown on one rank only: the others hear of
-it behind the step, and the next one is tried.
+it behind the step, and the next one is tried. Hooks that are registered on modules later are such a change of code.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.strategy.hooks.added_later import AddedHooks
 from lightning_megatron.strategy.hooks.expressions import (
     TEXT,
     as_attribute,
@@ -61,12 +62,12 @@ class Phases:
         module: the user's, whose ``training_step`` is read.
 
     Attributes:
-        changed: whether something about steps or epochs is true, or false, for the first time.
-        switched: the same of a switch on this rank.
+        changed: whether something about steps or epochs is true, or false, for the first time; or hooks have come.
+        switched: the same of a switch, or of hooks, on this rank.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
+        self._module, self._hooks = module, AddedHooks(module)
         reader = _Reader(module)
         self._times = [_compiled(each) for each in reader.times][:_MOST]
         self._switches = [_compiled(each) for each in reader.switches][:_MOST]
@@ -76,6 +77,7 @@ class Phases:
 
     def look(self) -> None:
         """Compute what holds in the step that comes."""
+        self.changed, self.switched = self._hooks.look()
         if not self._seen:
             return
         names: dict[str, Any] = {**_FUNCTIONS, **_CHOOSERS, "math": math, "__builtins__": {}, _SELF: self._module}
@@ -84,8 +86,8 @@ class Phases:
         self._now = {code: value for code in self._seen if (value := _chosen(code, names)) is not None}
         seen = self._seen
         new = {code for code, value in self._now.items() if value not in seen[code] and len(seen[code]) < _MOST}
-        self.changed = any(code in new for code in self._times)
-        self.switched = any(code in new for code in self._switches)
+        self.changed |= any(code in new for code in self._times)
+        self.switched |= any(code in new for code in self._switches)
 
     def note(self) -> None:
         """Take what holds now as tried."""

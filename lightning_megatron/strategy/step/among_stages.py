@@ -280,7 +280,8 @@ class SeveralStages:
 
     def _check_equal_batches(self, opened: _Connection, batch: Any, micro_batches: int) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""
-        mine = [float(checksum(batch)), float(micro_batches), _trained(opened.parameters)]
+        crossing = _crossing(opened.parameters, self._stage.look_at_hooks())
+        mine = [float(checksum(batch)), float(micro_batches), crossing]
         before = opened.links.compare_notes(self._mesh.stage, mine)
         arriving = 0.0 if before is None else before[2]
         leaving = arriving + mine[2]
@@ -351,6 +352,6 @@ class SeveralStages:
             self._opened = None
 
 
-def _trained(parameters: Iterable[nn.Parameter]) -> float:
-    """Number that changes when parameters are frozen or unfrozen."""
-    return float(hash(tuple(map(attrgetter("requires_grad"), parameters))) % (1 << 32))
+def _crossing(parameters: Iterable[nn.Parameter], hooked: int) -> float:
+    """Number that changes when parameters are frozen or unfrozen, or hooks come: what crosses boundaries may, too."""
+    return float(hash((hooked, *map(attrgetter("requires_grad"), parameters))) % (1 << 32))

@@ -1,10 +1,12 @@
-"""Modules that hooks put into a module which has been divided already.
+"""Modules and hooks that come into a module which has been divided already, or in the middle of training.
 
 One process may build a part anew in any hook before the training. Here the layers have then been cut over stages and
 their matrices over tensor ranks, and the new part would be in the way of both: its layers are on no stage's list, and a
 stage cannot load it from weights of which it has its own. So what takes the place of layers is refused where it is
 registered, and so is what compiles them; what takes the place of one matrix of several that were split together may
 fit, and an error of a step says that it was put there.
+
+Hooks of torch may come at any time, in a hook of Lightning: the step that runs them first is tried anew.
 """
 
 from __future__ import annotations
@@ -12,13 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.pipeline.elsewhere.presence import Presence
+from lightning_megatron.pipeline.elsewhere.registered_hooks import RegisteredHooks
+from lightning_megatron.strategy.hooks.whole_hooks import hooks_of, may_run_on_one_rank
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_call
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
+_REGISTER = (
+    *("register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
+    *("register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"),
+)
 _EARLIER = "Build it in `__init__`, `setup` or `configure_model`"
 
 
@@ -92,3 +105,30 @@ def _compiled(name: str) -> str:
         "Compile it in `__init__`, `setup` or `configure_model`: its layers are then compiled one by one, as they are "
         "divided."
     )
+
+
+class AddedHooks:
+    """Says whether the code that a step runs has got hooks of the user's that it had not before.
+
+    Args:
+        module: the user's.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module, self._registered = module, RegisteredHooks(module)
+
+    def look(self) -> tuple[bool, bool]:
+        """Whether it has got some on all ranks; and on this one, for all that is known."""
+        if not self._registered.look():
+            return False, False
+        alone = self._may_be_alone()
+        return not alone, alone
+
+    def _may_be_alone(self) -> bool:
+        """Whether hooks of Lightning that register hooks of torch may do so on some ranks only."""
+        callbacks = foreign_callbacks(callbacks_of(self._module.trainer))
+        for owner, above in ((self._module, None), *((callback, Callback) for callback in callbacks)):
+            for hook in hooks_of(owner, above):
+                if may_call(owner, hook, _REGISTER) and may_run_on_one_rank(owner, hook):
+                    return True
+        return False
