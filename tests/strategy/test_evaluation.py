@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     ),
     "tensor": ((2, 1), {"evaluation_micro_batch_size": 2, "tensor_parallel_size": 2}),
 }
-WHOLE = ("root", "appended sums", "running mean", "perplexity")
+WHOLE = ("root", "running mean", "perplexity")
 QUICK = {("by three", "sum"), ("by one", "counter"), ("by three", "mapping"), ("by three", "padded later")}
 ROWS = [
     pytest.param(*row, marks=[] if row in QUICK else [pytest.mark.wide])
