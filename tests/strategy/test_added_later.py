@@ -61,7 +61,9 @@ class Extremes(KeptLater):
     """Of the whole batch."""
 
     def put(self, place: int, block: nn.Module) -> None:
-        block.register_forward_hook(lambda _, inputs, output: self.kept.update({place: float(output.abs().max())}))
+        block.register_forward_hook(
+            lambda _, inputs, output: self.kept.update({place: float(output.detach().abs().max())})
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -95,12 +97,11 @@ class Anew(KeptLater):
 
 
 class OnFirstRank(KeptLater):
-    """Only the first rank has them, and prints what it has seen."""
+    """Only the first rank has them, and prints what it sees."""
 
     def put(self, place: int, block: nn.Module) -> None:
         if self.trainer.is_global_zero:
-            self.seen: list[float] = []
-            block.register_forward_hook(lambda _, inputs, output: self.seen.append(float(output.detach().mean())))
+            block.register_forward_hook(lambda _, inputs, output: print(place, float(output.detach().mean())))
 
 
 def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: type[KeptLater]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ nothing is gone over. Hooks of code that was met on the same module before are n
 
 from __future__ import annotations
 
+import types
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -59,8 +60,8 @@ class RegisteredHooks:
                     yield (place, name, key), (place, name, _code(given))
 
 
-def _code(hook: Any) -> Hashable:
+def _code(hook: Any) -> Any:
     """What stays the same where a function is made anew, as a closure is for each step."""
     hook = getattr(hook, "func", hook)
-    code: Hashable = getattr(function_of(getattr(hook, "__func__", hook)), "__code__", None)
-    return code or type(hook)
+    function = function_of(getattr(hook, "__func__", hook))
+    return function.__code__ if isinstance(function, types.FunctionType) else type(hook)

@@ -21,7 +21,6 @@ from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE, Away, mak
 from lightning_megatron.pipeline.elsewhere.listing import install_listings
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence
 from lightning_megatron.pipeline.elsewhere.provenance import Provenance
-from lightning_megatron.pipeline.elsewhere.registered_hooks import RegisteredHooks
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel, hollow_out
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 from lightning_megatron.pipeline.schedules.instructions import Schedule
@@ -90,7 +89,6 @@ class Stage:
         self._follow_first_units()
         self.cursor.isolate_parts(parts_outside(module, trunk))
         install_listings(module, self)
-        self._hooks, self._times_hooked = RegisteredHooks(module), 0
 
     @staticmethod
     def of(module: nn.Module) -> Stage | None:
@@ -105,18 +103,15 @@ class Stage:
         between = lists and self.cursor.passes is not None and self.cursor.passes.is_between
         return Phase.STEP if self.repeats or (self.cursor.running and not between) else Phase.HOOK
 
-    def look_at_hooks(self) -> int:
-        """Before a step: follow it as the first of its kind if hooks have come.
+    def renew(self, *, follows: bool) -> None:
+        """Take note that layers have other hooks than before.
 
-        Returns:
-            How often they have; another number than before says that boundaries may carry other tensors.
+        Args:
+            follows: whether the next run of each kind of step is followed as the first one was, for what these may do.
         """
-        if self._hooks.look():
-            self._times_hooked += 1
+        self.cursor.side_effects.look_again()
+        if follows:
             self.cursor.watch_plan.renew()
-        if self._hooks.others:
-            self.cursor.side_effects.look_again()
-        return self._times_hooked
 
     def note_read(self) -> None:
         """Take note that user code has gone over all parameters that this stage holds of a module."""

@@ -60,9 +60,9 @@ class Collected:
         found = [each for each in unlike_values(values, self._group) if each not in self._told]
         self._told.update(found)
         if found:
-            names = ", ".join(f"`{kinds[at]}.{name}`" for at, name in found)
+            said = ", ".join(f"`{kinds[at]}.{name}`" for at, name in found)
             rank_zero_warn(
-                f"callbacks collect {names} in `on_{loop}_batch_end` from the samples of each of the "
+                f"callbacks collect {said} in `on_{loop}_batch_end` from the samples of each of the "
                 f"{self._group.size()} replicas, where one process collects those of all: the hooks behind the loop "
                 "see those of their replica. Gather what they need (`trainer.strategy.all_gather`), keep it in "
                 f"`{loop}_step` on the module, use a torchmetrics object, or pass `whole_batch_loss=False` if each "

@@ -11,11 +11,14 @@ Hooks of torch may come at any time, in a hook of Lightning: the step that runs 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.hooks import ModelHooks
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -23,7 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.registered_hooks import RegisteredHooks
-from lightning_megatron.strategy.hooks.whole_hooks import hooks_of, may_run_on_one_rank
+from lightning_megatron.strategy.hooks.whole_hooks import may_run_on_one_rank
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_call
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -112,23 +115,29 @@ class AddedHooks:
 
     Args:
         module: the user's.
+
+    Attributes:
+        came: whether hooks of new code have come, as of the latest :meth:`look`.
+        others: whether any have come, of code that was there before, too. What may be on some ranks only, as hooks that
+            watch for the first rank, is none of the step's.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module, self._registered = module, RegisteredHooks(module)
+        self.came = self.others = False
 
-    def look(self) -> tuple[bool, bool]:
-        """Whether it has got some on all ranks; and on this one, for all that is known."""
-        if not self._registered.look():
-            return False, False
-        alone = self._may_be_alone()
-        return not alone, alone
+    def look(self) -> None:
+        """Look for hooks that have come since the last look."""
+        new = self._registered.look()
+        self.others = self._registered.others and not self._may_be_alone()
+        self.came = new and self.others
 
     def _may_be_alone(self) -> bool:
         """Whether hooks of Lightning that register hooks of torch may do so on some ranks only."""
         callbacks = foreign_callbacks(callbacks_of(self._module.trainer))
-        for owner, above in ((self._module, None), *((callback, Callback) for callback in callbacks)):
-            for hook in hooks_of(owner, above):
-                if may_call(owner, hook, _REGISTER) and may_run_on_one_rank(owner, hook):
+        for owner, above in ((self._module, pl.LightningModule), *((callback, Callback) for callback in callbacks)):
+            for hook, method in vars(ModelHooks if above is pl.LightningModule else above).items():
+                own = inspect.isfunction(method) and is_overridden(hook, owner, parent=above)
+                if own and may_call(owner, hook, _REGISTER) and may_run_on_one_rank(owner, hook):
                     return True
         return False

@@ -63,7 +63,7 @@ class Phases:
 
     Attributes:
         changed: whether something about steps or epochs is true, or false, for the first time; or hooks have come.
-        switched: the same of a switch, or of hooks, on this rank.
+        switched: the same of a switch on this rank.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -77,7 +77,8 @@ class Phases:
 
     def look(self) -> None:
         """Compute what holds in the step that comes."""
-        self.changed, self.switched = self._hooks.look()
+        self._hooks.look()
+        self.changed, self.switched = self._hooks.came, False
         if not self._seen:
             return
         names: dict[str, Any] = {**_FUNCTIONS, **_CHOOSERS, "math": math, "__builtins__": {}, _SELF: self._module}

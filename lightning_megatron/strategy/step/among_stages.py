@@ -35,6 +35,7 @@ from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
 from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
+from lightning_megatron.strategy.hooks.added_later import AddedHooks
 from lightning_megatron.strategy.logs.copy_exchange import CopyExchange
 from lightning_megatron.strategy.logs.leftovers import Leftovers
 from lightning_megatron.strategy.logs.step_logs import no_logs
@@ -183,6 +184,7 @@ class SeveralStages:
         self._module, self._mesh, self._device = module, mesh, device
         self._stage, self._tensor, self._options = stage, tensor, options
         self._has_loss = mesh.rank == mesh.loss_rank
+        self._hooks, self._hooked = AddedHooks(module), 0
         self.repeats = Repeats(module, stage, mesh)
         self._delivery = OutcomeDelivery(mesh, device)
         self._leftovers = Leftovers(module, stage.presence, mesh, device, stage.cursor.side_effects)
@@ -280,7 +282,11 @@ class SeveralStages:
 
     def _check_equal_batches(self, opened: _Connection, batch: Any, micro_batches: int) -> None:
         """Refuse to train on batches that differ between the stages of a replica."""
-        crossing = _crossing(opened.parameters, self._stage.look_at_hooks())
+        self._hooks.look()
+        if self._hooks.others:
+            self._stage.renew(follows=self._hooks.came)
+            self._hooked += self._hooks.came
+        crossing = _crossing(opened.parameters, self._hooked)
         mine = [float(checksum(batch)), float(micro_batches), crossing]
         before = opened.links.compare_notes(self._mesh.stage, mine)
         arriving = 0.0 if before is None else before[2]
