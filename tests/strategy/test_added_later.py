@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.elsewhere.registered_hooks import RegisteredHooks
+from lightning_megatron.strategy.hooks.added_later import RegisteredHooks
 from tests.harness import RankInfo, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
 from tests.parity.train import Recorder, Trace

@@ -6,14 +6,25 @@ stage cannot load it from weights of which it has its own. So what takes the pla
 registered, and so is what compiles them; what takes the place of one matrix of several that were split together may
 fit, and an error of a step says that it was put there.
 
-Hooks of torch may come at any time, in a hook of Lightning: the step that runs them first is tried anew.
+Hooks of torch may come at any time, in a hook of Lightning. What stages tell each other of layers, and what is known of
+a loss, was found out in a step of the hooks that were there; those that come later may keep numbers, or change outputs,
+that nobody has asked for::
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 100:
+            self.layers[0].register_forward_hook(lambda m, x, y: self.seen.append(y.norm()))
+
+So the step that runs them first is followed, and tried, like a first one. Torch numbers all hooks of a process: where
+it has given out no number since, nothing is gone over. Hooks of code that was met on a module before are nothing new.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+import types
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -22,10 +33,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, HOOKS, function_of, users_hook
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.pipeline.elsewhere.registered_hooks import RegisteredHooks
 from lightning_megatron.strategy.hooks.whole_hooks import may_run_on_one_rank
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_call
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
@@ -108,6 +120,50 @@ def _compiled(name: str) -> str:
         "Compile it in `__init__`, `setup` or `configure_model`: its layers are then compiled one by one, as they are "
         "divided."
     )
+
+
+class RegisteredHooks:
+    """Looks for hooks that have come since it looked last.
+
+    Args:
+        module: the user's, on whose parts they may be registered.
+
+    Attributes:
+        others: whether any have, as of the latest :meth:`look`: the same function anew, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = list(module.modules())
+        self._numbers, self._keys, self._kinds = -1, set[Hashable](), set[Hashable]()
+        self.others = False
+        self.look()
+
+    def look(self) -> bool:
+        """Whether hooks have come whose code was not met on their modules before."""
+        self.others = False
+        if RemovableHandle.next_id == self._numbers:
+            return False
+        self._numbers = RemovableHandle.next_id
+        found = dict(self._registered())
+        self.others, self._keys = not self._keys.issuperset(found), set(found)
+        new = not self._kinds.issuperset(found.values())
+        self._kinds.update(found.values())
+        return new
+
+    def _registered(self) -> Iterator[tuple[Hashable, Hashable]]:
+        """Where and under which number a hook is registered, and where and of which code it is."""
+        tables = ((id(part), name, getattr(part, name)) for part in self._parts for name in HOOKS)
+        for place, name, hooks in (*tables, *((0, str(at), hooks) for at, hooks in enumerate(GLOBAL_HOOKS))):
+            for key, hook in hooks.items() if hooks else ():
+                if (given := users_hook(hook)) is not None:
+                    yield (place, name, key), (place, name, _code(given))
+
+
+def _code(hook: Any) -> Any:
+    """What stays the same where a function is made anew, as a closure is for each step."""
+    hook = getattr(hook, "func", hook)
+    function = function_of(getattr(hook, "__func__", hook))
+    return function.__code__ if isinstance(function, types.FunctionType) else type(hook)
 
 
 class AddedHooks:
