@@ -6,14 +6,14 @@ the user's hooks are taken off their parameters while backwards run, and called 
 
     begin      hooks off, earlier gradients aside      backward, backward, ...      finish    sum, hooks, earlier added
 
-``register_post_accumulate_grad_hook`` likewise. With hooks, gradients are summed after every batch of an accumulation,
-not after the last one only.
+``register_post_accumulate_grad_hook`` likewise. With hooks, and where other code of the user's looks at gradients then,
+they are summed after every batch of an accumulation, not after the last one only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -92,6 +92,7 @@ class HookedGradients:
         parameters: by name, this rank's.
         seen: around the hooks; shows them gradients as one process has them.
         own: how many hooks of its own the sink has on each parameter.
+        each: whether other code of the user's looks at ``.grad`` after each batch of an accumulation.
 
     Attributes:
         sink: as given.
@@ -103,8 +104,11 @@ class HookedGradients:
         parameters: Iterable[tuple[str, nn.Parameter]],
         seen: Callable[[], AbstractContextManager[None]],
         own: int,
+        *,
+        each: bool = False,
     ) -> None:
         self.sink, self._parameters, self._seen, self._own = sink, list(parameters), seen, own
+        self._each = each
         self._hooked: list[_Hooked] = []
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
         self._without = -1  # hooks registered in this process when parameters were seen to have none of the user's
@@ -123,22 +127,14 @@ class HookedGradients:
             RuntimeError: there are hooks, and no rank will have whole gradients.
         """
         self._put_back()
-        may_hook = not fresh and RemovableHandle.next_id != self._without
-        sums = [(p, p.grad.clone()) for _, p in self._parameters if p.grad is not None] if may_hook else []
+        left, self._earlier = self._earlier, []  # by a batch whose step returned nothing
+        may_hook = not fresh and (self._each or RemovableHandle.next_id != self._without)
+        sums = left or [(p, p.grad.clone()) for _, p in self._parameters if p.grad is not None] if may_hook else []
         self.sink.begin(fresh=fresh, reduce=reduce, divide_by=divide_by, scale=scale, once=once)
-        if RemovableHandle.next_id == self._without:  # no hook has been registered since
+        hooked = self._find_hooked()
+        if not hooked and not (self._each and (sums or not reduce)):
             return
-        own = self._own  # all of them are there now
-        some = [
-            (name, p)
-            for name, p in self._parameters
-            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own  # type: ignore[attr-defined]
-        ]
-        self._without = -1 if some else RemovableHandle.next_id
-        hooked = [hooks for name, p in some if (hooks := _Hooked.on(name, p)) is not None]
-        if not hooked:
-            return
-        if self.sink.scatters:
+        if hooked and self.sink.scatters:
             raise RuntimeError(
                 f"`{hooked[0].name}` got a gradient hook after training had begun, when the optimizer's work was "
                 "already shared out, so that no rank has its whole gradient. Register the hook in the constructor or "
@@ -152,6 +148,18 @@ class HookedGradients:
             parameter.grad = None
         fresh = fresh if fresh is None else True
         self.sink.begin(fresh=fresh, reduce=True, divide_by=divide_by, scale=scale, once=once)
+
+    def _find_hooked(self) -> list[_Hooked]:
+        if RemovableHandle.next_id == self._without:  # no hook has been registered since
+            return []
+        own = self._own  # all of them are there now
+        some = [
+            (name, p)
+            for name, p in self._parameters
+            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own  # type: ignore[attr-defined]
+        ]
+        self._without = -1 if some else RemovableHandle.next_id
+        return [hooks for name, p in some if (hooks := _Hooked.on(name, p)) is not None]
 
     def withdraw(self) -> None:
         """See :class:`GradientSink`."""
@@ -169,9 +177,9 @@ class HookedGradients:
         """Wait for the sums, call the hooks, and publish what they made of them."""
         self.sink.finish()
         hooked = [entry.as_given() for entry in self._put_back()]
-        if not hooked:
+        if not (hooked or self._earlier):
             return
-        with self._seen(), torch.no_grad():
+        with self._seen() if hooked else nullcontext(), torch.no_grad():
             for _, parameter, before, _ in hooked:
                 for hook in before.values():
                     if parameter.grad is not None:
@@ -179,7 +187,7 @@ class HookedGradients:
         earlier, self._earlier = self._earlier, []
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        with self._seen():
+        with self._seen() if hooked else nullcontext():
             for _, parameter, _, after in hooked:
                 for hook in after.values():
                     if parameter.grad is not None:

@@ -92,6 +92,7 @@ class ModelGradients:
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
         self._hooked: HookedGradients | None = None
+        self._each = False
 
     @property
     def sink(self) -> GradientSink:
@@ -102,9 +103,8 @@ class ModelGradients:
         if not self._several:
             return plain
         if self._hooked is None or self._hooked.sink is not plain:
-            self._hooked = HookedGradients(
-                plain, self._module.named_parameters(), self._around_hooks, own=int(plain is self.buckets)
-            )
+            parameters, own = self._module.named_parameters(), int(plain is self.buckets)
+            self._hooked = HookedGradients(plain, parameters, self._around_hooks, own, each=self._each)
         return self._hooked
 
     @contextmanager
@@ -145,6 +145,7 @@ class ModelGradients:
         *,
         whole: bool,
         watched: bool,
+        each: bool = False,
         skips: bool = False,
         watches_weights: bool = False,
         rounds: bool = True,
@@ -159,6 +160,7 @@ class ModelGradients:
             optimizers: hold the module's parameters.
             whole: whether an optimizer needs whole parameters.
             watched: whether the user's code looks at ``.grad`` between backward and update.
+            each: whether it does so after each batch of those that are accumulated for an update.
             skips: whether updates may have to be skipped.
             watches_weights: whether the user's code may look at weights between an update and the next step.
             rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
@@ -169,6 +171,7 @@ class ModelGradients:
         self.finish_gather()
         self.close()
         self._release()
+        self._each = each
         parameters, replicas = dict(self._module.named_parameters()), self.replicas
         kinds = {
             holder: Sharing.of_group(group, sharded=group is not None and self._shards(holder), holders=holder)

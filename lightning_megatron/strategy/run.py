@@ -298,10 +298,12 @@ class Run:
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
-        """Add gradients up without summing over replicas."""
+        """Add gradients up without summing over replicas; in a batch after which no optimizer steps, hooks log too."""
         self._reduces = False
+        logs = self._logs.updating() if self.module.automatic_optimization else _NOTHING
         try:
-            yield
+            with logs:
+                yield
         finally:
             self._reduces = True
 

@@ -1,4 +1,4 @@
-"""Gradients that a hook puts elsewhere, and gradients of a kind that not every rank can sum."""
+"""Gradients that a hook puts elsewhere, or looks at while batches are accumulated; and kinds that no rank can sum."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from tests.harness import RankInfo
@@ -52,6 +54,45 @@ class Lazy(TokenTask):
     def __init__(self) -> None:
         super().__init__(Walker())
         self.net.head = nn.LazyLinear(self.net.head.out_features)
+
+
+class Between(TokenTask):
+    """Clips, logs and reads gradients behind each batch of those that are accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.net.head.weight = self.net.embed.weight
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("first", self.net.blocks[0].mlp[0].weight.detach().norm())
+
+    def on_after_backward(self) -> None:
+        for place in (0, 3):
+            gradient = self.net.blocks[place].mlp[0].weight.grad
+            gradient.clamp_(-0.01, 0.01)
+            self.log(f"of {place}", gradient.norm())
+        self.log("tied", self.net.head.weight.grad.norm())
+
+
+class Behind(Callback):
+    """Logs them when the batch is done, if they are still there."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        gradient = pl_module.net.blocks[1].mlp[0].weight.grad  # type: ignore[union-attr, index]
+        if (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches:
+            pl_module.log("behind", gradient.norm())
+
+
+def accumulate(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> list[Any]:
+    """What is logged behind each batch, and all weights on rank 0, where three batches are accumulated."""
+    torch.manual_seed(7)
+    found: list[Any] = []
+    note = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: found.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+    )
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2, "limit_val_batches": 0}
+    state = trained_state(info, layout, arguments, Between(), callbacks=[Behind(), note], **options)
+    return [found, state if info.rank == 0 else {}]
 
 
 KINDS: dict[str, type[TokenTask]] = {kind.__name__: kind for kind in (Rebound, Sparse, SparseAdam, Lazy)}

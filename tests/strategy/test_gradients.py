@@ -32,6 +32,28 @@ def test_gradients_are_those_of_one_process(kind: str, layout: tuple[int, int], 
 
 
 @pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ((1, 2), {}),
+        ((2, 1), {}),
+        pytest.param((2, 2), {}, marks=WIDE),
+        pytest.param((2, 1), {"tensor_parallel_size": 2}, marks=WIDE),
+        pytest.param((1, 2), {"weight_sharding": True}, marks=WIDE),
+        pytest.param((1, 2), {"optimizer_sharding": False, "micro_batch_size": "auto"}, marks=WIDE),
+    ],
+)
+def test_hooks_see_sums_behind_each_batch_that_is_accumulated(
+    layout: tuple[int, int], arguments: dict[str, object]
+) -> None:
+    reference = run_trainers(gradients.accumulate, None, {}, devices=1)[0].value
+    devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)  # type: ignore[operator]
+    outcomes = run_trainers(gradients.accumulate, layout, arguments, devices=devices)
+    for outcome in outcomes:
+        expected = reference if outcome.rank == 0 else [reference[0], {}]
+        assert not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
+
+
+@pytest.mark.parametrize(
     ("kind", "complaint"),
     [
         ("SparseAdam", "SparseAdam takes sparse gradients only"),

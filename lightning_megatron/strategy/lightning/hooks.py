@@ -43,19 +43,37 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
         return True
     if any(is_overridden(hook, module) for hook in _MODULE_HOOKS):
         return True
-    others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
     for owner, parent in ((module, None), *((callback, Callback) for callback in foreign_callbacks(callbacks))):
         late = [hook for hook in _AT_THE_START if is_overridden(hook, owner, parent=parent)]
         if any(may_call(owner, hook, _REGISTER) for hook in late):
             return True
+    if watches_each_batch(module, callbacks):
+        return True
+    others = _others(callbacks)
+    return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
+
+
+def watches_each_batch(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a step or hook of the module, or of a callback, may look at ``.grad`` behind a batch that is accumulated
+    with later ones. Users who optimize by hand say themselves what is summed when.
+    """
+    if not module.automatic_optimization:
+        return False
     if may_call(module, "training_step", ("grad",)):  # of the batch before, maybe
         return True
-    for owner, kind in ((module, pl.LightningModule), *((callback, Callback) for callback in others)):
+    for owner, kind in ((module, pl.LightningModule), *((callback, Callback) for callback in _others(callbacks))):
         parent = None if owner is module else Callback
+        if is_overridden("on_after_backward", owner, parent=parent):
+            return True
         after = [hook for hook in _after_the_update(kind) if is_overridden(hook, owner, parent=parent)]
         if any(may_call(owner, hook, _READ) for hook in after):
             return True
-    return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
+    return False
+
+
+def _others(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Those that are not this package's."""
+    return [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
 
 
 def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:

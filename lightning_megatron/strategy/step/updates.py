@@ -22,7 +22,7 @@ from lightning_megatron.data_parallel.update.trial import Independence, smallest
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.generation.first_try import calls_once
-from lightning_megatron.strategy.lightning.hooks import watches_gradients, watches_weights
+from lightning_megatron.strategy.lightning.hooks import watches_each_batch, watches_gradients, watches_weights
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
 from lightning_megatron.strategy.options import run_checks
@@ -84,6 +84,7 @@ def prepare_updates(
         optimizers,
         whole=least is not Independence.ELEMENT,
         watched=watches_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
+        each=accumulates(trainer) and watches_each_batch(module, callbacks_of(trainer)),
         skips=guard.watches,
         watches_weights=watches(module, callbacks_of(trainer)),
         rounds=least is not Independence.NONE,
