@@ -192,14 +192,15 @@ def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _fill(module: nn.Module, report: ParallelReport, builder: Builder, sequence: SequencePlan | None) -> None:
     """Fill the table of all parameters: tied names share an entry; on sequence shards, gradients are partial sums."""
+    names = list(module.named_parameters(remove_duplicate=False))
     by_identity: dict[int, ParameterSharding] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        entry = builder.table.get(name)
-        if entry is None and sequence is not None and sequence.covers(name) and report.parameters[name].replicated:
-            entry = ParameterSharding(report.parameters[name].spec, True)
-        if entry is not None and id(parameter) not in by_identity:
-            by_identity[id(parameter)] = entry
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in names:  # a layer that is split under one name may lie unused under another
+        if name in builder.table:
+            by_identity.setdefault(id(parameter), builder.table[name])
+    for name, parameter in names:
+        if sequence is not None and sequence.covers(name) and report.parameters[name].replicated:
+            by_identity.setdefault(id(parameter), ParameterSharding(report.parameters[name].spec, True))
+    for name, parameter in names:
         report.parameters[name] = by_identity.get(id(parameter), report.parameters[name])
     report.rows += builder.rows
 

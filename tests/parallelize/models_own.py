@@ -214,3 +214,36 @@ class Textbook(nn.Module):
         for layer in self.stack:
             x = layer(x, mask)
         return self.head(x)
+
+
+class Routed(nn.Module):
+    """A layer with an MLP for every layer of the model, of which it runs its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.norms = number, nn.ModuleList([nn.LayerNorm(32) for _ in range(2)])
+        self.attention = ImageAttention(32, 4)
+        self.ways = nn.ModuleList([nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.ways[self.number](self.norms[1](x))
+
+
+class TiedWays(nn.Module):
+    """Layers whose MLPs are tied, so that a weight that one of them runs lies unused in the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.layers = nn.ModuleList([Routed(number) for number in range(2)])
+        first, second = (layer.ways for layer in self.layers)
+        for name, parameter in first.named_parameters():
+            holder, key = name.rsplit(".", 1)
+            setattr(second.get_submodule(holder), key, parameter)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)

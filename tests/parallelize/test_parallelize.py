@@ -35,7 +35,7 @@ from tests.parallelize.models import (
     hugging_face,
     tokens,
 )
-from tests.parallelize.models_own import BareLayers, ImageModel, ListLayers, Textbook, Translator
+from tests.parallelize.models_own import BareLayers, ImageModel, ListLayers, Textbook, TiedWays, Translator
 
 GATHERS = {"phi3", "olmo2", "codegen"}
 NO_SEQUENCE_SHARDS = {"t5"}
@@ -144,6 +144,7 @@ OWN = {
     "encoder": (Encoder, encoder_loss),
     "encoder, norm first": (lambda: Encoder(norm_first=True), encoder_loss),
     "encoder, sequence first": (lambda: Encoder(batch_first=False), encoder_loss),
+    "tied layers, each with a part of its own": (TiedWays, encoder_loss),
 }
 OTHERS = {
     "image model": (ImageModel, image_loss),
