@@ -49,6 +49,17 @@ class Followed(Over):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
+class FollowedInStep(Followed):
+    """Does so where it steps the optimizer."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        Followed.on_train_batch_end(self)
+
+
 class Scaled(Over):
     """Clips by hand, the norm summed up tensor by tensor."""
 
@@ -188,6 +199,7 @@ KINDS: dict[str, type[Over]] = {
     for kind in (
         Over,
         Followed,
+        FollowedInStep,
         Scaled,
         Auto,
         Skipping,

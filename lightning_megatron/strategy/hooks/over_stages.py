@@ -316,7 +316,8 @@ class StageNumbers(TorchFunctionMode):
         raise RuntimeError(
             f"`{self._hook}` goes over all parameters, and {what} on other pipeline stages in another order"
             f"{_line_of_user()}. Let it run the same lines on every rank, over `self.parameters()` and not over what a "
-            "rank has kept from an earlier call, or use `pipeline_parallel_size=1`."
+            "rank has kept from an earlier call, freeze a copy that follows a network (`requires_grad_(False)`), or "
+            "use `pipeline_parallel_size=1`."
         )
 
     def _refuse_large(self, name: str, args: Any, kwargs: Any) -> None:
@@ -331,10 +332,16 @@ class StageNumbers(TorchFunctionMode):
 
 def _hooks_over_all(owner: Any, parent: type | None) -> list[str]:
     """Hooks that may take numbers from all parameters, or draw for each of them."""
-    names = (
-        name for name in hooks_of(owner, parent) if name.startswith("on_") or name == "configure_gradient_clipping"
-    )
-    return [name for name in names if _goes_over_all(names_used(owner, name))]
+    hooks = {hook: names_used(owner, hook) for hook in hooks_of(owner, parent)}
+    return [hook for hook, names in hooks.items() if _is_whole(hook, names) and _goes_over_all(names)]
+
+
+def _is_whole(hook: str, names: set[str]) -> bool:
+    """Whether all of a hook may be given all parameters. Steps run inside of ``optimizer_step``, so this is given them
+    where it pairs those of a network with those of its copy, and not for a line that sets a learning rate.
+    """
+    pairs = hook == "optimizer_step" and "zip" in names and not names.isdisjoint(_LISTS[:2])
+    return hook.startswith("on_") or hook == "configure_gradient_clipping" or pairs
 
 
 def _goes_over_all(names: set[str]) -> bool:
