@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts
 from lightning_megatron.experts.kinds.gathered import GatheredExperts
+from lightning_megatron.experts.kinds.in_turn import runs_in_turn
 from lightning_megatron.experts.kinds.listed import ListedExperts, has_one_for_each, listed_experts, routes
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import Led
@@ -68,7 +69,7 @@ def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
             block = module.get_submodule(parent(name))
             if routes(block, child, count):
                 yield Mixture(parent(name), block, child, name, count, all_rows=True)
-        elif count := listed_experts(child):
+        elif (count := listed_experts(child)) and not runs_in_turn(module, name):
             above = name
             for _ in range(ABOVE if name else 0):
                 above = parent(above)

@@ -177,6 +177,11 @@ class Run:
         self.engine.note_trained(p for o in optimizers for group in o.param_groups for p in group["params"])
         self.saving.localize(optimizers)
 
+    def check_prepared(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that :meth:`prepare_updates` has not been told of, and whose step needs that."""
+        with self._processes.naming_failures():
+            run_checks.check_prepared(optimizer, self.engine.model_gradients)
+
     def prepare_updates(self, optimizers: Sequence[Optimizer]) -> None:
         """Lay out the gradients for these optimizers, before the first step of a fit."""
         scale = getattr(self._precision, "loss_scale", None)

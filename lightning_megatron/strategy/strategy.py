@@ -320,6 +320,7 @@ class MegatronStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Step; an optimizer whose step fails gets its parameters back. What hooks log meanwhile is put together."""
+        self.run.check_prepared(optimizer)
         with self.run.updating(closure):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

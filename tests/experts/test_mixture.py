@@ -237,3 +237,46 @@ def test_alike_layers_beside_a_kernel_as_wide_as_they_are_many_are_no_experts():
     block["gate"] = nn.Conv2d(8, 3, 1)
     (mixture,) = mixtures_of(nn.ModuleDict({"block": block}))
     assert (mixture.path, mixture.count) == ("block.layers", 3)
+
+
+class InTurn(nn.Module):
+    """Four layers, one behind the other, and a head of four outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Beside(InTurn):
+    """Four experts, and a router."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, weights = torch.zeros_like(x), self.head(x).softmax(-1)
+        for index, expert in enumerate(self.layers):
+            out = out + weights[..., index : index + 1] * expert(x)
+        return out
+
+
+class Around(nn.Module):
+    """Goes over the layers of what it holds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.inner.layers):
+            x = layer(x * number)
+        return self.inner.head(x)
+
+
+def test_layers_that_run_one_behind_the_other_are_no_experts():
+    held = nn.ModuleDict({"layers": InTurn().layers, "head": nn.Linear(8, 4)})
+    assert not list(mixtures_of(InTurn())) and not list(mixtures_of(Around(held)))
+    (mixture,) = mixtures_of(Beside())
+    assert (mixture.path, mixture.count) == ("layers", 4)

@@ -95,10 +95,23 @@ def accumulate(info: RankInfo, layout: Layout | None, arguments: Mapping[str, An
     return [found, state if info.rank == 0 else {}]
 
 
-KINDS: dict[str, type[TokenTask]] = {kind.__name__: kind for kind in (Rebound, Sparse, SparseAdam, Lazy)}
+class Another(TokenTask):
+    """Takes another optimizer for the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+KINDS: dict[str, type[TokenTask]] = {kind.__name__: kind for kind in (Rebound, Sparse, SparseAdam, Lazy, Another)}
 
 
 def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
     """All weights after an epoch, on rank 0."""
     torch.manual_seed(7)
-    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=1, limit_val_batches=0)
+    return trained_state(
+        info, layout, arguments, KINDS[kind](), max_epochs=1 + (kind == "Another"), limit_val_batches=0
+    )

@@ -65,6 +65,24 @@ def test_what_replicas_cannot_sum_is_refused(kind: str, complaint: str) -> None:
         assert complaint in f"{outcome.error}{outcome.trace}{outcome.output}", outcome.rank
 
 
+@pytest.mark.parametrize(
+    ("kind", "complaint", "way_out"),
+    [
+        ("Another", "SGD is none of the optimizers that `configure_optimizers` has returned", "optimizer_sharding"),
+    ],
+)
+def test_what_replicas_cannot_share_out_is_refused_and_trains_as_it_is_told(
+    kind: str, complaint: str, way_out: str
+) -> None:
+    arguments = {"micro_batch_size": "auto"}
+    for outcome in run_trainers(gradients.train, (1, 2), arguments, kind, devices=2, check=False, grace=20.0):
+        said = f"{outcome.error}{outcome.trace}{outcome.output}"
+        assert complaint in said and f"{way_out}=False" in said, outcome.rank
+    reference = run_trainers(gradients.train, None, {}, kind, devices=1)[0].value
+    outcomes = run_trainers(gradients.train, (1, 2), {**arguments, way_out: False}, kind, devices=2)
+    assert reference and not list(differences("", outcomes[0].value, reference, 1e-9))
+
+
 def test_a_metric_that_was_called_with_a_loss_is_followed() -> None:
     metric, calls = MeanMetric(), MetricCalls({})
     loss = 2 * torch.ones((), requires_grad=True)

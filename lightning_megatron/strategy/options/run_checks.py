@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.data import default_collate
 
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.experts.balance.balancing import is_known
@@ -160,6 +161,22 @@ def _check_steps(module: pl.LightningModule) -> None:
                 f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; "
                 "take a `batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
             )
+
+
+def check_prepared(optimizer: Optimizer, gradients: ModelGradients) -> None:
+    """Refuse the step of an optimizer that was made after the work of the others had been shared out.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    buckets = gradients.buckets
+    if buckets is not None and buckets.updates_pieces and id(optimizer) not in gradients.updates:
+        raise MisconfigurationException(
+            f"{type(optimizer).__name__} is none of the optimizers that `configure_optimizers` has returned, whose "
+            "work the ranks share out before the first step: this one would find no gradients, or those of one "
+            "replica. Change the `param_groups` of those that there are, return all of them from "
+            "`configure_optimizers`, or pass `MegatronStrategy(optimizer_sharding=False)`."
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], stages: int, replicas: int) -> None:
