@@ -85,7 +85,12 @@ def put_back(tensor: Tensor, numbers: Tensor, version: int) -> None:
     with torch.no_grad():
         tensor.copy_(numbers)
     if not counts:
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        count_back(tensor, version)
+
+
+def count_back(tensor: Tensor, version: int) -> None:
+    """Count no write to ``tensor`` since it was at ``version``: a graph that holds it then may run its backward."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 class HandsOn:

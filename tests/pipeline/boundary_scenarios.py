@@ -104,7 +104,36 @@ class WritingNet(nn.Module):
         return self.head(self.layers(self.embed(tokens)))
 
 
-NETS = {"dict": DictNet, "pair": PairNet, "writing": WritingNet}
+class PlacedLayer(nn.Module):
+    """Adds places to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x + places))
+
+
+class PlacedNet(nn.Module):
+    """Layers are given places, of which a small network makes points before the layers, to be added behind them."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.places = nn.Embedding(LENGTH, HIDDEN)
+        self.point = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+        self.layers = nn.ModuleList([PlacedLayer() for _ in range(layers)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places.weight.unsqueeze(0).repeat(len(tokens), 1, 1)
+        points, x = self.point(places), self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, places)
+        return self.head(x + points)
+
+
+NETS = {"placed": PlacedNet, "dict": DictNet, "pair": PairNet, "writing": WritingNet}
 
 
 def handed_on(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +160,11 @@ def pair_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -
 def writing_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments are written into."""
     return handed_on(info, layout, {**arguments, "net": "writing"})
+
+
+def placed_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """An argument of the layers has been computed with."""
+    return handed_on(info, layout, {**arguments, "net": "placed"})
 
 
 class ChoosingLayer(nn.Module):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_megatron.mesh.autograd import count_back
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.stage.forms import Forms
 
@@ -222,6 +223,9 @@ def arrive(tensor: Tensor, grads: dict[int, Tensor], place: int) -> Tensor:
     tensor = tensor.requires_grad_(False)
     if tensor._is_view():
         tensor = tensor.data
-    anchor = torch.empty((), device=tensor.device, requires_grad=True)
+    anchor, version = torch.empty((), device=tensor.device, requires_grad=True), tensor._version
     arrived: Tensor = _Arrival.apply(tensor, anchor, grads, place)
+    # Nothing was written: a part that is here too may have computed with what has become this tensor, and its graph
+    # has kept the numbers of then.
+    count_back(arrived, version)
     return arrived
