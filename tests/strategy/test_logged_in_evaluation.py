@@ -22,6 +22,7 @@ class Validated(Task):
     """Logs a mean over targets, of which samples have unlike numbers, and functions and counts of them."""
 
     padded_from = 0
+    runs_in = "64-true"
 
     def val_dataloader(self) -> DataLoader[Any]:
         samples = TensorDataset(*tokens(BATCH * STEPS, padded_from=self.padded_from, seed=3))
@@ -75,6 +76,16 @@ class Counting(Validated):
         self.log("mean", self.each(*batch))
 
 
+class Narrow(Validated):
+    """Logs means that the processor rounds to bfloat16, which has eight bits."""
+
+    runs_in = "bf16-true"
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("mean", self.each(*batch))
+        self.log("size", self(batch[0]).abs().mean())
+
+
 class Draws(Validated):
     """Notes the state of torch's generator behind each batch; nothing in it draws."""
 
@@ -85,14 +96,14 @@ class Draws(Validated):
 STATES: list[Tensor] = []
 
 MODULES: dict[str, type[Validated]] = {
-    kind.__name__: kind for kind in (Validated, PaddedLater, LogsLater, Spread, Counting, Draws)
+    kind.__name__: kind for kind in (Validated, PaddedLater, LogsLater, Spread, Counting, Narrow, Draws)
 }
 
 
 def validated(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
     """What a validation has logged."""
     torch.manual_seed(0)
-    trainer = trainer_for(info, layout, arguments, max_epochs=1)
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, precision=MODULES[name].runs_in)
     trainer.validate(MODULES[name](), verbose=False)
     return {key: float(value) for key, value in trainer.callback_metrics.items()}
 
@@ -131,6 +142,12 @@ def test_numbers_that_are_not_made_of_parts_are_named(layout: Layout) -> None:
     found = run_trainers(validated, layout, "Spread", {}, devices=layout[0] * layout[1], check=False, grace=20.0)
     said = r"`spread` \(.*test_logged_in_evaluation.py:\d+\) for a batch of `validation_step` is not made of what its"
     assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error
+
+
+def test_means_of_sixteen_bits_are_known_as_means_but_for_their_rounding() -> None:
+    expected = one_process(validated, None, "Narrow", {})
+    for found in run_trainers(validated, (1, 2), "Narrow", {}, devices=2):
+        assert not list(differences("logged", found.value, expected, 2**-7)), found.output
 
 
 def test_each_replicas_own_is_logged_where_the_user_means_it() -> None:

@@ -87,11 +87,13 @@ class Logged:
         value: the number.
         wide: whether it is float64.
         line: of the user's code.
+        spacing: relative distance to the next number of its own type; 2⁻⁷ for bfloat16.
     """
 
     value: float
     wide: bool = False
     line: str = ""
+    spacing: float = 0.0
 
 
 def fitting(

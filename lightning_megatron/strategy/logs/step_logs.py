@@ -266,7 +266,10 @@ class LogRecorder:
         records = {name: record for (name, _), record in self._records.items() if record.is_number}
         return {
             name: Logged(
-                float(self._value(record, record.key.how, "cpu")), record.key.dtype is torch.float64, record.line
+                float(self._value(record, record.key.how, "cpu")),
+                record.key.dtype is torch.float64,
+                record.line,
+                max((torch.finfo(each.dtype).eps for each in record.values if each.is_floating_point()), default=0.0),
             )
             for name, record in records.items()
         }

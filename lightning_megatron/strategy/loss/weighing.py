@@ -258,7 +258,8 @@ def find(
         values = [parts[place].logs[key].value for place in held]
         of_held = {way: [each[place] for place in held] for way, each in weights.items()}
         if not held or _tell(values, logged.value):
-            logs[key] = fitting(values, logged.value, of_held, max(within, _LOGGED)) if held else {}
+            off = max(within, _LOGGED, _SPACINGS * logged.spacing)
+            logs[key] = fitting(values, logged.value, of_held, off) if held else {}
     wide = {key for key, logged in whole.logs.items() if logged.wide}
     lines = {key: logged.line for run in (*parts, whole) for key, logged in run.logs.items()}
     rounding = _ROUNDING[torch.float32] if whole.dtype in _TOLERANCE else _NARROW
