@@ -262,6 +262,27 @@ class Beside(InTurn):
         return out
 
 
+class Over(InTurn):
+    """Experts write over the rows that they were given, of which each has one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = self.head(x).argmax(-1)
+        for number, expert in enumerate(self.layers):
+            taken = index == number
+            x[taken] = expert(x[taken])
+        return x
+
+
+class Chosen(InTurn):
+    """And so do these."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = self.head(x).argmax(-1, keepdim=True)
+        for number, expert in enumerate(self.layers):
+            x = torch.where(index == number, expert(x), x)
+        return x
+
+
 class Around(nn.Module):
     """Goes over the layers of what it holds."""
 
@@ -278,5 +299,6 @@ class Around(nn.Module):
 def test_layers_that_run_one_behind_the_other_are_no_experts():
     held = nn.ModuleDict({"layers": InTurn().layers, "head": nn.Linear(8, 4)})
     assert not list(mixtures_of(InTurn())) and not list(mixtures_of(Around(held)))
-    (mixture,) = mixtures_of(Beside())
-    assert (mixture.path, mixture.count) == ("layers", 4)
+    for kind in (Beside, Over, Chosen):
+        (mixture,) = mixtures_of(kind())
+        assert (mixture.path, mixture.count) == ("layers", 4)

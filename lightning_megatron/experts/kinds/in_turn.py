@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -54,21 +53,28 @@ def _attributes(expression: ast.expr) -> set[str]:
 
 
 def _passes_on(loop: ast.For) -> bool:
-    """Whether an entry is called with what the loop assigns from its call."""
-    entries = _names(loop.target)
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Assign):
-            made = {name for target in node.targets for name in _names(target)}
-            if any(made & given for given in _given(node.value, entries)):
+    """Whether each entry is called, always and with all of it, with what the loop assigns from the call before."""
+    entries, nodes = _names(loop.target), list(ast.walk(loop))
+    if any(isinstance(node, (ast.If, ast.IfExp, ast.Subscript)) for node in nodes):
+        return False  # some rows, or some entries: a mixture may write what experts give over what they were given
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            call = _call_in(node.value, entries)
+            if isinstance(target, ast.Name) and call is not None and any(target.id in _names(arg) for arg in call.args):
                 return True
     return False
 
 
-def _given(value: ast.expr, entries: set[str]) -> Iterator[set[str]]:
-    """The names in what the entries are called with, call by call."""
-    for call in ast.walk(value):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in entries:
-            yield {name for given in (*call.args, *(word.value for word in call.keywords)) for name in _names(given)}
+def _call_in(value: ast.expr, entries: set[str]) -> ast.Call | None:
+    """The call of an entry that a value is, but for what is added to it, and functions of it alone; no weight."""
+    if isinstance(value, ast.Call):
+        if isinstance(value.func, ast.Name) and value.func.id in entries:
+            return value
+        return _call_in(value.args[0], entries) if len(value.args) == 1 and not value.keywords else None
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return _call_in(value.left, entries) or _call_in(value.right, entries)
+    return None
 
 
 def _names(expression: ast.expr) -> set[str]:

@@ -22,7 +22,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_megatron.pipeline.cut.syntax import definition_of
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, names_in
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log, names_in
 
 _GATHERS = frozenset(
     ("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "gather_object", "reduce_scatter")
@@ -51,7 +51,7 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
 
 
 def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:
-    """Names in the hooks of a callback behind a loop that do not know of replicas, if it looks at each batch's outputs.
+    """Names in hooks of a callback behind a loop that log and do not know of replicas, if it looks at each batch.
 
     Args:
         callback: of the user's.
@@ -61,8 +61,8 @@ def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -
     hook = f"on_{loop}_batch_end"
     if not is_overridden(hook, callback, parent=Callback) or not _looks_at_batches(getattr(callback, hook)):
         return set()
-    found = list(_names(callback, Callback, _behind(loop), module))
-    return set[str]().union(*(names for names, known in found if not known)) if found else set()
+    logging = [hook for hook in _behind(loop) if may_log(callback, hook)]
+    return {name for names, known in _names(callback, Callback, logging, module) if not known for name in names}
 
 
 def _behind(loop: str) -> tuple[str, str]:
