@@ -96,6 +96,15 @@ class Anew(KeptLater):
             handle.remove()
 
 
+class Announced(KeptLater):
+    """The first rank says so."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.trainer.is_global_zero and self.global_step == AT:
+            print("hooks are registered")
+
+
 class OnFirstRank(KeptLater):
     """Only the first rank has them, and prints what it sees."""
 
@@ -138,6 +147,7 @@ def check(kind: type[KeptLater], layout: Layout, **arguments: Any) -> None:
         (Extremes, {}),
         (ChangedLater, {"pipeline_schedule": "zb-v", "micro_batch_size": 1}),
         (Anew, {}),
+        (Announced, {}),
         (OnFirstRank, {}),
     ],
 )
@@ -148,7 +158,7 @@ def test_hooks_that_come_later_are_those_of_one_process_from_their_first_step_on
 
 
 @WIDE
-@pytest.mark.parametrize("kind", [KeptLater, Elsewhere, Extremes, ChangedLater, Anew, OnFirstRank])
+@pytest.mark.parametrize("kind", [KeptLater, Elsewhere, Extremes, ChangedLater, Anew, Announced, OnFirstRank])
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [

@@ -207,6 +207,20 @@ class ByCallback(BehindBatch):
         return [self.callback()]
 
 
+class Thresholds(Scores):
+    """Sets what the module goes on from."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Keeps) -> None:
+        pl_module.best = float(self.seen(pl_module).std())
+
+
+class BySetting(ByCallback):
+    """Which sets a number on the module."""
+
+    callback = Thresholds
+    best = 0.0
+
+
 class ByGathering(ByCallback):
     """Which gathers by itself."""
 
@@ -245,7 +259,7 @@ KINDS: dict[str, type[Keeps]] = {
     kind.__name__: kind
     for kind in (
         *(Keeps, ReadByCallback, Gathers, UpdatesMetric, Unclear, Logging, Loaders),
-        *(BehindBatch, ByCallback, ByGathering),
+        *(BehindBatch, ByCallback, BySetting, ByGathering),
     )
 }
 
@@ -285,6 +299,7 @@ def test_hooks_find_what_one_process_keeps(name: str, layout: Layout, arguments:
     [
         ("Unclear", r"`validation_step` writes `best` from the samples of each of the 2 replicas"),
         ("BehindBatch", r"`validation_step`, or `on_validation_batch_end`, writes `losses` from the samples of each"),
+        ("BySetting", r"callbacks collect `Thresholds.scores` in `on_validation_batch_end` from the samples of each"),
         ("ByCallback", r"callbacks collect `Scores.scores` in `on_validation_batch_end` from the samples of each"),
     ],
 )

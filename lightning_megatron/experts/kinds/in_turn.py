@@ -15,6 +15,7 @@ import inspect
 from torch import nn
 
 from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.pipeline.cut.flows import names_in
 from lightning_megatron.pipeline.cut.syntax import definition_of
 
 _LIBRARIES = ("torch", "lightning", "builtins")
@@ -54,14 +55,18 @@ def _attributes(expression: ast.expr) -> set[str]:
 
 def _passes_on(loop: ast.For) -> bool:
     """Whether each entry is called, always and with all of it, with what the loop assigns from the call before."""
-    entries, nodes = _names(loop.target), list(ast.walk(loop))
+    entries, nodes = names_in(loop.target), list(ast.walk(loop))
     if any(isinstance(node, (ast.If, ast.IfExp, ast.Subscript)) for node in nodes):
         return False  # some rows, or some entries: a mixture may write what experts give over what they were given
     for node in nodes:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             call = _call_in(node.value, entries)
-            if isinstance(target, ast.Name) and call is not None and any(target.id in _names(arg) for arg in call.args):
+            if (
+                isinstance(target, ast.Name)
+                and call is not None
+                and any(target.id in names_in(arg) for arg in call.args)
+            ):
                 return True
     return False
 
@@ -75,7 +80,3 @@ def _call_in(value: ast.expr, entries: set[str]) -> ast.Call | None:
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
         return _call_in(value.left, entries) or _call_in(value.right, entries)
     return None
-
-
-def _names(expression: ast.expr) -> set[str]:
-    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}

@@ -25,6 +25,7 @@ from lightning_megatron.strategy.loss.over_replicas import unlike_values
 from lightning_megatron.strategy.loss.tables import Name
 
 _LOOPS = ("train", "validation", "test")
+_KEEPS = {loop: f"keep it in `{loop}_step` on the module, " for loop in _LOOPS[1:]}  # which comes together
 
 
 class Collected:
@@ -60,11 +61,11 @@ class Collected:
         found = [each for each in unlike_values(values, self._group) if each not in self._told]
         self._told.update(found)
         if found:
+            keeps = _KEEPS.get(loop, "")
             said = ", ".join(f"`{kinds[at]}.{name}`" for at, name in found)
             rank_zero_warn(
                 f"callbacks collect {said} in `on_{loop}_batch_end` from the samples of each of the "
                 f"{self._group.size()} replicas, where one process collects those of all: the hooks behind the loop "
-                "see those of their replica. Gather what they need (`trainer.strategy.all_gather`), keep it in "
-                f"`{loop}_step` on the module, use a torchmetrics object, or pass `whole_batch_loss=False` if each "
-                "replica's own is meant."
+                f"see those of their replica. Gather what they need (`trainer.strategy.all_gather`), {keeps}"
+                "use a torchmetrics object, or pass `whole_batch_loss=False` if each replica's own is meant."
             )

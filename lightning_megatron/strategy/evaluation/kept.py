@@ -170,7 +170,7 @@ class KeptForHooks(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All batches are done on all ranks."""
-        self._end("train")
+        self._compare("train")
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All batches are done on all ranks."""
@@ -182,6 +182,9 @@ class KeptForHooks(Callback):
 
     def _end(self, loop: str) -> None:
         self._together(f"{loop}_step")
+        self._compare(loop)
+
+    def _compare(self, loop: str) -> None:
         if self._collected is not None:
             self._collected.compare(loop)
 

@@ -51,7 +51,8 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
 
 
 def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:
-    """Names in hooks of a callback behind a loop that log and do not know of replicas, if it looks at each batch.
+    """Names in hooks of a callback behind a loop that log, or set what is not the callback's, and do not know of
+    replicas, if it looks at each batch.
 
     Args:
         callback: of the user's.
@@ -61,8 +62,22 @@ def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -
     hook = f"on_{loop}_batch_end"
     if not is_overridden(hook, callback, parent=Callback) or not _looks_at_batches(getattr(callback, hook)):
         return set()
-    logging = [hook for hook in _behind(loop) if may_log(callback, hook)]
-    return {name for names, known in _names(callback, Callback, logging, module) if not known for name in names}
+    told = [hook for hook in _behind(loop) if may_log(callback, hook) or _sets_elsewhere(callback, hook)]
+    return {name for names, known in _names(callback, Callback, told, module) if not known for name in names}
+
+
+def _sets_elsewhere(callback: Callback, hook: str) -> bool:
+    """Whether a hook assigns to an attribute or entry of anything but the callback: a learning rate, a threshold."""
+    for function in functions_of(callback, hook):
+        definition = definition_of(function)
+        for node in ast.walk(definition) if definition is not None else ():
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+                owner: ast.expr = node
+                while isinstance(owner, (ast.Attribute, ast.Subscript)):
+                    owner = owner.value
+                if not (isinstance(owner, ast.Name) and owner.id == "self"):
+                    return True
+    return False
 
 
 def _behind(loop: str) -> tuple[str, str]:

@@ -20,11 +20,12 @@ it has given out no number since, nothing is gone over. Hooks of code that was m
 
 from __future__ import annotations
 
+import ast
 import inspect
 import types
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -36,10 +37,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, HOOKS, function_of, users_hook
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.strategy.hooks.whole_hooks import may_run_on_one_rank
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_call
+from lightning_megatron.strategy.hooks.whole_hooks import OF_ONE_RANK, may_run_on_one_rank
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_call
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _REGISTER = (
@@ -152,9 +154,12 @@ class RegisteredHooks:
 
     def _registered(self) -> Iterator[tuple[Hashable, Hashable]]:
         """Where and under which number a hook is registered, and where and of which code it is."""
-        tables = ((id(part), name, getattr(part, name)) for part in self._parts for name in HOOKS)
-        for place, name, hooks in (*tables, *((0, str(at), hooks) for at, hooks in enumerate(GLOBAL_HOOKS))):
-            for key, hook in hooks.items() if hooks else ():
+        tables = [(0, str(at), hooks) for at, hooks in enumerate(GLOBAL_HOOKS)]
+        for part in self._parts:  # few have any, and a step may look at all
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                tables += [(id(part), name, getattr(part, name)) for name in HOOKS]
+        for place, name, hooks in tables:
+            for key, hook in hooks.items():
                 if (given := users_hook(hook)) is not None:
                     yield (place, name, key), (place, name, _code(given))
 
@@ -179,13 +184,16 @@ class AddedHooks:
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self._module, self._registered = module, RegisteredHooks(module)
+        self._module, self._registered, self._alone = module, RegisteredHooks(module), cast("bool | None", None)
         self.came = self.others = False
 
     def look(self) -> None:
         """Look for hooks that have come since the last look."""
         new = self._registered.look()
-        self.others = self._registered.others and not self._may_be_alone()
+        self.others = self._registered.others
+        if self.others:
+            self._alone = self._may_be_alone() if self._alone is None else self._alone  # hooks may come in every step
+            self.others = not self._alone
         self.came = new and self.others
 
     def _may_be_alone(self) -> bool:
@@ -194,6 +202,29 @@ class AddedHooks:
         for owner, above in ((self._module, pl.LightningModule), *((callback, Callback) for callback in callbacks)):
             for hook, method in vars(ModelHooks if above is pl.LightningModule else above).items():
                 own = inspect.isfunction(method) and is_overridden(hook, owner, parent=above)
-                if own and may_call(owner, hook, _REGISTER) and may_run_on_one_rank(owner, hook):
+                some = own and may_call(owner, hook, _REGISTER) and may_run_on_one_rank(owner, hook)
+                if some and _registers_on_one_rank(owner, hook):
                     return True
         return False
+
+
+def _registers_on_one_rank(owner: Any, hook: str) -> bool:
+    """Whether a hook asks for its rank around what registers hooks, and not to print a line beside it."""
+    functions = {function.__name__: definition_of(function) for function in functions_of(owner, hook)}
+    registers = set(_REGISTER)
+    for _ in functions:  # what calls one that registers does so, too
+        registers |= {name for name, code in functions.items() if code is None or _mentions(code, registers)}
+    for definition in functions.values():
+        if definition is None or definition.decorator_list:
+            return True  # it cannot be read, or may be left out on other ranks
+        for node in ast.walk(definition):
+            if isinstance(node, (ast.If, ast.IfExp, ast.BoolOp, ast.While)) and _mentions(node, OF_ONE_RANK):
+                leaves = any(isinstance(part, (ast.Return, ast.Continue, ast.Break)) for part in ast.walk(node))
+                if leaves or _mentions(node, registers):
+                    return True
+    return False
+
+
+def _mentions(node: ast.AST, names: Collection[str]) -> bool:
+    parts = (getattr(part, "attr", getattr(part, "id", None)) for part in ast.walk(node))
+    return any(part in names for part in parts)

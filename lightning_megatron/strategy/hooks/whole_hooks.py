@@ -50,7 +50,7 @@ DOORS = (
     *("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
     *("lightning_module_state_dict", "full_state_dict", "load_initial_weights", "teardown"),
 )
-_OF_ONE_RANK = {
+OF_ONE_RANK = {
     *("is_global_zero", "global_rank", "local_rank", "node_rank", "get_rank", "rank", "rank_zero_only", "RANK"),
     *("LOCAL_RANK", "experiment", "logger", "loggers", "is_last_batch_of_rank"),
 }
@@ -217,7 +217,7 @@ def may_run_on_one_rank(owner: Any, hook: str) -> bool:
             if code is not None and code not in seen:
                 seen.add(code)
                 for name in names_in(code):
-                    if name in _OF_ONE_RANK:
+                    if name in OF_ONE_RANK:
                         return True
                     waiting += _functions_called(owner, function, name)
             function = getattr(function, "__wrapped__", None)
