@@ -10,7 +10,7 @@ from tests.harness import device, remember
 from tests.harness.filters import filter_lines
 from tests.harness.lanes import SideBySide
 from tests.harness.pool import share_fork_server
-from tests.harness.tenths import TENTHS, name_of, tenth_of
+from tests.harness.tenths import TENTHS, leave_for_tenths, name_of, tenth_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", "wide(together): a row of an exhaustive table; runs on request only (`--wide`)")
+    config.addinivalue_line("markers", "everyday(count): of this table so many rows run each time; the others are wide")
     config.addinivalue_line("markers", "launch: starts processes through a real launcher; slow")
     config.addinivalue_line("markers", "alone: measures time or memory; no other test runs beside it")
     for line in filter_lines():
@@ -55,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves one tenth of the exhaustive tables."""
+    """Tells the rows of every run from those of the exhaustive tables, of which it may leave one tenth."""
+    leave_for_tenths(items)
     if config.option.wide_tenth is None:
         return
     chosen = [

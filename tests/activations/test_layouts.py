@@ -82,6 +82,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("kind", "arguments", "options"), LAYOUTS, ids=str)
 def test_a_layout_with_activations_in_host_memory_gives_what_one_process_gives(kind, arguments, options):
     wanted = one_process(train, kind, None, options)

@@ -44,6 +44,7 @@ def _alone(kind: str, folder: Path) -> Tensor:
     return logits_of(module.model)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -176,6 +177,7 @@ def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, fol
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["in turns", pytest.param("both", marks=pytest.mark.wide)])
 def test_two_adapters_train_at_a_layout_and_are_written_one_by_one(kind: str, folder: Path, tmp_path: Path) -> None:
     path, wanted = trained(kind, folder, **LAYOUT), torch.load(trained(kind, folder), weights_only=True)

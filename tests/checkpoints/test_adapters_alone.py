@@ -25,6 +25,7 @@ LAYOUT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_s
 SHARDED = {"data_parallel_size": 2, "weight_sharding": True}
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "adapter", "sizes"),
     [

@@ -12,6 +12,7 @@ from tests.checkpoints.scenarios import fresh_losses, kept_by_a_hook, resume_imp
 from tests.harness import run_trainers
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_module_saved_before_any_run_begins_one_at_any_layout(devices: int, tmp_path: Path) -> None:
     path = str(tmp_path / "start.ckpt")

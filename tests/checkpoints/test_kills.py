@@ -20,6 +20,7 @@ def test_a_run_killed_at_random_times_ends_with_the_weights_of_an_undisturbed_on
     kill_again_and_again(3, 11 + grid, GRIDS[grid], async_save, str(tmp_path), print)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("grid", "async_save"),
     [(Grid(data=2), False), pytest.param(Grid(pipeline=2, data=2), True, marks=pytest.mark.wide)],

@@ -74,11 +74,13 @@ DEFAULT = [("c2", "c3"), ("t2d2", "p2v2 t2"), ("d2", "d3"), ("one", "d2")]
 ROWS = [pytest.param(*pair, id=" to ".join(pair), marks=() if pair in DEFAULT else pytest.mark.wide) for pair in PAIRS]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("first", "second"), ROWS)
 def test_what_one_layout_saved_another_loads_bit_for_bit_and_trains_on(first: str, second: str, tmp_path: Path) -> None:
     check(GRIDS[first], GRIDS[second], tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("first", "second"),
     [("bf16 d2", "bf16 t2p2"), pytest.param("bf16 t2p2", "bf16 d3", marks=pytest.mark.wide)],

@@ -59,6 +59,7 @@ def test_single_files_are_not_written_in_the_background_nor_to_object_stores() -
         MegatronCheckpointIO(single_file=True).save_checkpoint({"state_dict": {}}, "memory://a/b.ckpt")
 
 
+@pytest.mark.wide
 def test_the_last_checkpoint_is_one_that_was_saved_to_be_found(tmp_path: Path) -> None:
     for single in (False, True):
         found = run_trainers(searches, str(tmp_path / str(single)), single, devices=1)[0].value

@@ -96,6 +96,7 @@ def test_attention_over_two_levels_exchanges_in_a_node_and_passes_keys_on_betwee
     assert not any(name == "all-gather" for name, _ in told)
 
 
+@pytest.mark.wide
 def test_stages_send_each_other_a_context_ranks_rows():
     """One of each micro-batch in each direction, and forwards once more, as the first step is tried."""
     strategy = MegatronStrategy(pipeline_parallel_size=3, context_parallel_size=2, micro_batch_size=1)
@@ -119,6 +120,7 @@ def kept_per_token(size: int, method: Any = "gather") -> float:
     return (kept[1] - kept[0]) / (64 * BATCH)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("method", "sizes"), [("gather", (2, 4)), ("ring", (2, 4)), ("ulysses", (2,)), (("ulysses", 2), (4,))]
 )

@@ -41,6 +41,7 @@ def same_bits(setup: Setup, offload: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "options", "trainer", "offload"),
     [
@@ -98,6 +99,7 @@ def test_files_hold_the_state_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("offload", [True, pytest.param({"keep": 0.5, "interleave": 2}, marks=WIDE)])
 def test_a_run_goes_on_from_a_checkpoint_with_offload_or_without(offload: Any, tmp_path: Path) -> None:
     plain, hosted = Setup((1, 2, 1), SMALL), Setup((1, 2, 1), {**SMALL, "optimizer_offload": offload})

@@ -40,6 +40,7 @@ def _rows() -> list[Any]:
     return rows
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("precision", "sizes", "options"), _rows())
 def test_mixed_precision_follows_the_float32_run(
     precision: str, sizes: tuple[int, int, int], options: dict[str, Any]
@@ -140,6 +141,7 @@ def _eight(precision: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
     return [outcome.value for outcome in run_trainers(eight_bits, precision, sizes, devices=devices)]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("sizes", "linears"),
     [

@@ -17,6 +17,7 @@ def one_process() -> Any:
     return run_trainers(fit, None, {}, True, {}, devices=1)[0].value
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [

@@ -47,6 +47,7 @@ def test_shared_work_gives_the_weights_of_one_process(replicas: int) -> None:
         assert value["state_elements"] < 1.15 * whole / replicas
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_any_optimizer_may_be_shared(name: str) -> None:
     # Adafactor divides gradients by their own size: those of key biases, which are zero but for rounding, become noise.
@@ -54,6 +55,7 @@ def test_any_optimizer_may_be_shared(name: str) -> None:
     check(Setup((1, 2, 1), SMALL, {"accumulate_grad_batches": 2}, {"optimizer": name}), tolerance)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "clip"),
     rows(
@@ -83,6 +85,7 @@ def test_shards_inside_a_node_and_copies_across() -> None:
     assert values[0]["state_elements"] == values[2]["state_elements"]
 
 
+@pytest.mark.wide
 def test_an_optimizer_that_is_declared_to_need_whole_parameters_gets_them() -> None:
     setup = Setup((1, 2, 1), {**SMALL, "optimizer_sharding": {"elementwise": False}}, {}, {"optimizer": "lion"})
     for value in check(setup):
@@ -91,6 +94,7 @@ def test_an_optimizer_that_is_declared_to_need_whole_parameters_gets_them() -> N
         assert not outcome.value["updates_matrices"]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_two_replicas_with_and_without_sharing_agree_bit_for_bit(name: str) -> None:
     setups = [Setup((1, 2, 1), {**SMALL, "optimizer_sharding": on}, {}, {"optimizer": name}) for on in (True, False)]
@@ -100,6 +104,7 @@ def test_two_replicas_with_and_without_sharing_agree_bit_for_bit(name: str) -> N
         assert torch.equal(value, runs[1]["weights"][name]), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", [pytest.param((1, 2, 1), marks=WIDE), (2, 2, 1)], ids=["dp2", "pp2xdp2"])
 def test_parameters_without_a_gradient_are_left_alone(layout: tuple[int, int, int]) -> None:
     check(Setup(layout, SMALL, {}, {"unused": True}))
@@ -115,6 +120,7 @@ def test_layers_unfrozen_into_a_new_group_are_trained() -> None:
     check(Setup((1, 2, 1), SMALL, {}, {"frozen": True}))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "name", "options"),
     [
@@ -137,6 +143,7 @@ def test_matrices_are_put_together_for_an_optimizer_that_needs_them_whole(
         assert max(value["state_elements"] for value in values) < 0.8 * whole
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -182,6 +189,7 @@ def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
 LATE = {**SMALL, "overlap_parameter_gather": True}
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "own_use"),
     rows(

@@ -65,6 +65,7 @@ def test_frozen_weights_are_spread_too(layout: tuple[int, int, int]) -> None:
         assert count["whole"] > 0.9 * 8 * total, "all of a module but norms, biases and positions"
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "options", "trainer"),
     [
@@ -164,6 +165,7 @@ def test_weights_without_a_gradient_on_some_replicas_keep_the_order_of_messages(
     check(Setup(layout, {**SPREAD, **options}, trainer), "routed")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("module", "layout", "trainer"),
     [
@@ -266,6 +268,7 @@ def test_callbacks_of_lightnings_see_whole_weights(callback: str, module: dict[s
     check(Setup((1, 2, 1), SPREAD, {}, module), "plain", callback, tolerance=1e-9 if module else 1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("precision", [pytest.param("bf16-mixed"), pytest.param("bf16-true", marks=WIDE)])
 def test_sixteen_bits_are_those_of_whole_weights(precision: str) -> None:
     setup = Setup((1, 2, 1), SPREAD)
@@ -291,6 +294,7 @@ def test_layers_are_freed_in_every_step_of_several_micro_batches_the_first_inclu
         assert count["most"] <= 3 * count["largest"] + tied
 
 
+@pytest.mark.wide
 def test_gradients_that_are_summed_behind_micro_batches_take_shards_and_three_layers() -> None:
     options = {"weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 1}
     for value in check(Setup((1, 2, 1), options)):

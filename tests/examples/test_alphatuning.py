@@ -83,6 +83,7 @@ def test_losses_and_scales_are_those_of_one_process_and_only_scales_have_state(o
     assert held <= sum(found for *_, found in outcomes) <= held + 64 * devices
 
 
+@pytest.mark.wide
 def test_the_loss_falls_and_the_scales_and_the_model_are_saved(tmp_path: Path) -> None:
     run = run_in_workers("alphatuning.py", tmp_path, processes=4)
     assert run.code == 0, run.output

@@ -26,6 +26,7 @@ def _found(folder: Path, replicas: int) -> Run:
     return found
 
 
+@pytest.mark.wide
 def test_mixing_experts_by_posterior_lowers_perplexity_where_the_source_is_unknown(tmp_path: Path) -> None:
     _texts(tmp_path / "texts")
     found = _found(tmp_path, 2)

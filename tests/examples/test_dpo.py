@@ -90,6 +90,7 @@ def test_losses_margins_and_weights_are_those_of_one_process(options: dict[str, 
     assert not torch.equal(start, end)
 
 
+@pytest.mark.wide
 def test_the_margin_grows_and_the_policy_is_saved(tmp_path: Path) -> None:
     run = run_in_workers("dpo.py", tmp_path, processes=4)
     assert run.code == 0, run.output

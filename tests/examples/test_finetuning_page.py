@@ -43,6 +43,7 @@ def run_command(line: str, folder: Path) -> str:
     return outcomes[0].output
 
 
+@pytest.mark.wide
 def test_every_command_and_every_line_of_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "llama", dtype=torch.float32)

@@ -12,6 +12,7 @@ from tests.examples.script import run_in_workers
 TINY = ("--hidden=16", "--sequence=16", "--vocabulary=300", "--batch=8", "--steps=3", "--validation-blocks=8")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_all_models_are_trained_and_drawn(tmp_path: Path, replicas: int) -> None:
     pytest.importorskip("matplotlib")

@@ -45,6 +45,7 @@ ROWS: list[Any] = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_training_over_context_ranks_is_that_of_one_process(name, devices, options, trainer):
     expected = one_process(fit, name, None, trainer)
@@ -57,6 +58,7 @@ def test_training_over_context_ranks_is_that_of_one_process(name, devices, optio
         assert value["share"] < 0.7
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("options", [C2E2, pytest.param({}, marks=WIDE), pytest.param({"micro_batch_size": 2})])
 @pytest.mark.parametrize("name", ["words", "strange_loop", "strange_dense"])
 def test_the_load_over_context_ranks_is_that_of_one_process(name, options):

@@ -52,6 +52,7 @@ def _compare(found: dict[str, Any], expected: dict[str, Any], within: float) -> 
         torch.testing.assert_close(value, expected["weights"][key], rtol=within, atol=within, msg=key)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_a_step_in_micro_batches_is_that_of_one_process(name, devices, options, trainer):
     drawn = DRAWN if "random_streams" in options else None

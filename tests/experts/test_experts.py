@@ -130,6 +130,7 @@ ROWS: list[Any] = [
 ]
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_training_is_that_of_one_process(name, devices, options, trainer):
     expected = one_process(fit, name, None, trainer)
@@ -189,6 +190,7 @@ def test_a_loss_of_each_replica_is_refused_by_the_name_of_its_router(name):
     assert "`expert_balance='replica'`" in said, said
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", _first_wide([(name,) for name in PER_BATCH]), ids=str)
 def test_experts_shared_out_give_each_replica_its_own_loss_where_it_is_wanted(name):
     name = name if isinstance(name, str) else name[0]

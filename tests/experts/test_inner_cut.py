@@ -47,6 +47,7 @@ ROWS: list[Any] = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_training_is_that_of_one_process(name, devices, options, trainer):
     expected = one_process(fit, name, None, trainer)
@@ -69,6 +70,7 @@ CHAINS: list[Any] = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
 @pytest.mark.parametrize("name", ["words", pytest.param("GptOss", marks=WIDE), pytest.param("drop_in", marks=WIDE)])
 def test_a_checkpoint_goes_on_with_its_experts_cut_otherwise(name, chain, tmp_path):

@@ -42,6 +42,7 @@ def test_the_load_of_experts_is_that_of_one_process(name, devices, options):
         assert ("expert_load_ranks" in outcome.value["logged"]) == ("expert_parallel_size" in options)
 
 
+@pytest.mark.wide
 def test_starved_experts_show(tmp_path):
     pytest.importorskip("matplotlib")
     found = run_trainers(loads, "starved", {"expert_parallel_size": 2}, {}, str(tmp_path), devices=2)[0].value

@@ -81,6 +81,7 @@ ROWS: list[Any] = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_training_is_that_of_one_process(name, devices, options, trainer):
     expected = one_process(fit, name, None, trainer)
@@ -89,6 +90,7 @@ def test_training_is_that_of_one_process(name, devices, options, trainer):
         torch.testing.assert_close(value, expected["weights"][key], rtol=within, atol=within, msg=key)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
@@ -102,6 +104,7 @@ def test_noise_of_routers_is_that_of_one_process(devices, options):
     _compare(run_trainers(fit, "jittery", {**LAYOUT, **options}, devices=devices)[0].value, expected)
 
 
+@pytest.mark.wide
 def test_the_strategys_own_balance_is_that_of_the_callback():
     expected = one_process(fit, "biased", None, {"callbacks": [ExpertBias()]})
     found = run_trainers(fit, "biased", {**TWO, "expert_balance": "bias"}, devices=2)[0].value

@@ -43,6 +43,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_experts_named_by_a_plan_train_as_in_one_process(name, devices, options, trainer):
     expected = one_process(fit, f"planned_{name}", None, trainer)
@@ -55,6 +56,7 @@ def test_experts_named_by_a_plan_train_as_in_one_process(name, devices, options,
         torch.testing.assert_close(value, expected["weights"][key], rtol=1e-9, atol=1e-9, msg=key)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [E2, *(pytest.param({**E2, **more}, marks=WIDE) for more in (T2, PIPE))], ids=str)
 def test_weights_of_experts_are_whole_to_the_layer_around_them(options):
     expected = one_process(fit, "reading", None, {})

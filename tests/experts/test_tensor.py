@@ -68,6 +68,7 @@ def _narrow(name: str) -> bool:
     return name in FAMILIES or name in FURTHER or name.startswith("balanced")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_training_is_that_of_one_process(name, devices, options, trainer):
     expected = one_process(fit, name, None, trainer)
@@ -91,6 +92,7 @@ CHAINS: list[Any] = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
 @pytest.mark.parametrize("name", ["attending_sorted", pytest.param("attending_selected", marks=WIDE)])
 def test_a_checkpoint_goes_on_in_another_grid(name, chain, tmp_path):

@@ -37,11 +37,13 @@ def check_tokens(family: str, sizes: Sizes, modes: tuple[str, ...], where: str) 
         assert outcome.value == expected, (rank, outcome.value, expected)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
 def test_predictions_in_every_mode_are_those_of_one_process(sizes: Sizes) -> None:
     check_tokens("llama", sizes, tuple(MODES), "predict")
 
 
+@pytest.mark.wide
 def test_layers_that_read_the_keys_of_others_decode_under_a_pipeline() -> None:
     check_tokens("gemma3n", (2, 1, 1), ("greedy", "beams"), "predict")
 
@@ -104,6 +106,7 @@ def test_a_strangers_loop_gives_what_it_gives_in_one_process(name: str) -> None:
     check_stranger(name, (2, 1, 1))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["ends apart", "own options"])
 @pytest.mark.parametrize(
     "sizes",

@@ -61,6 +61,7 @@ def run(folder: Path, prompts: Path, sizes: tuple[int, int, int], *more: str, fu
     return run_trainers(function, [*arguments, *layout, *more], devices=tensor * pipeline * data)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("sizes", "mode"),
     [

@@ -52,6 +52,7 @@ def check(
         assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("sizes", "streaming"), [((1, 1, 1), "disk"), ((2, 1, 1), "cpu"), ((1, 1, 2), "disk")], ids=str
 )

@@ -1,9 +1,11 @@
-"""Which tenth of the exhaustive tables a test belongs to, so that ten runs see every row once."""
+"""Which rows of a table run every time, and which tenth the others belong to, so that ten runs see every row once."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,3 +26,17 @@ def name_of(item: pytest.Item) -> str:
     marker = item.get_closest_marker("wide")
     together = marker.kwargs.get("together") if marker is not None else None
     return str(together(**item.callspec.params)) if together is not None else item.nodeid  # type: ignore[attr-defined]
+
+
+def leave_for_tenths(items: Sequence[pytest.Item]) -> None:
+    """Of a test marked ``everyday(N)``, leaves N rows as they are, spread evenly, and marks the others ``wide``."""
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("everyday") and not item.get_closest_marker("wide"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for rows in tables.values():
+        (count,) = rows[0].get_closest_marker("everyday").args  # type: ignore[union-attr]
+        kept = {at * len(rows) // count for at in range(count)}
+        for at, row in enumerate(rows):
+            if at not in kept:
+                row.add_marker(pytest.mark.wide)

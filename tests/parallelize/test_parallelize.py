@@ -119,18 +119,21 @@ def plain_rows():
         yield pytest.param(name, marks=[] if index % 3 == 0 or name in named else [pytest.mark.wide])
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("name", list(plain_rows()))
 @run_ranks(tensor=2)
 def test_hugging_face_model_on_two_ranks_matches_one_process(mesh, name):
     check_hugging_face(mesh, name, False)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NO_SEQUENCE_SHARDS])
 @run_ranks(tensor=2)
 def test_hugging_face_model_with_sequence_shards_matches_one_process(mesh, name):
     check_hugging_face(mesh, name, True)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bloom", "falcon, one key/value head", "t5"])
 @run_ranks(tensor=4)
 def test_hugging_face_model_on_four_ranks_matches_one_process(mesh, name):
@@ -176,6 +179,7 @@ def test_other_ways_of_writing_a_transformer_match_one_process_without_gathering
     assert_same_weights(module, report.parameters, whole)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @run_ranks(tensor=2)
@@ -211,6 +215,7 @@ def test_plan_shows_what_was_adapted_and_what_had_to_be_gathered(mesh):
     assert "rowwise_split_input" in gathered and "gathered:" in gathered
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.wide), True])
 @run_ranks(tensor=2)
 def test_compiled_blocks_that_read_their_width_from_the_input_match(mesh, sequence_parallel):

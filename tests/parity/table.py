@@ -1,14 +1,15 @@
 """Which rows the parity table has: a covering subset for every run, an exhaustive table on request.
 
-Five things vary beside the module. The covering subset meets every *pair* of their values at least once, each plain
-module, and one Hugging Face model of each build. Once every pair has been met, rows are those of two and three stages:
-four ranks cost twice as much as two, and every module meets every layout in the exhaustive table.
+Five things vary beside the module. The covering subset meets every *pair* of their values at least once, and every
+second of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
+and three stages: four ranks cost twice as much as two, and every module meets every layout in the exhaustive table.
 
-The exhaustive table shows each module in each layout and under each schedule, and one module in every *three* values of
-the five. A module meets the further schedules in the layouts of two stages, in turn: alone, beside replicas, beside
-tensor ranks, beside context ranks. It leaves out what these show already: a module in one layout under several
-schedules, or under both GPipe and 1F1B, which run the same segments in two orders (it meets both orders, in different
-layouts), and two tensor or context ranks by themselves, which it meets beside replicas, stages and each other.
+The exhaustive table shows each module in each kind of layout and under each schedule, and one module in every *three*
+values of the five. A module meets the further schedules in the layouts of two stages, in turn: alone, beside replicas,
+beside tensor ranks, beside context ranks. It leaves out what these show already: a module in one layout under several
+schedules, or under both GPipe and 1F1B, which run the same segments in two orders (modules meet them in turn); and two
+replicas, tensor or context ranks by themselves, which it meets beside stages and each other. Of two layouts that differ
+in their numbers, three stages or four and an odd number of context ranks or an even one, modules meet one in turn.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MICRO_BATCHES = (2, 1, 3, 0)
 MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
 STAGES = ("pp3", "pp4")
 TWO_STAGES = ("pp2", "pp2xdp2", "pp2xtp2", "pp2xcp2")
-LAYOUTS_OF_ONE_SCHEDULE = (*STAGES, "dp2", "dp2xtp2", "cp3", "dp2xcp2", "cp2xtp2")
+LAYOUTS_OF_ONE_SCHEDULE = (STAGES, ("dp2xtp2",), ("cp3", "dp2xcp2"), ("cp2xtp2",))  # of each, modules take one in turn
 FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
 SMALL_FACTORS = (("pp2", "pp3"), *FACTORS[1:])
@@ -80,6 +81,7 @@ def everyday() -> list[Row]:
     settings = itertools.chain(covering(), itertools.cycle(covering(SMALL_FACTORS)))
     plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
+    names = [*names[: len(covering())], *names[len(covering()) :: 2]]
     turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came
         Row("distilled", "pp2", "dualpipe-v", "none", 2, 1),
         Row("conditioned", "pp2", "zb-v", "none", 1, 2),
@@ -113,8 +115,9 @@ def everything() -> Iterator[Row]:
     """Every module in every layout and under every schedule, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
     for turn, module in enumerate(ZOO):
-        for at, layout in enumerate(LAYOUTS_OF_ONE_SCHEDULE):
-            schedule = SCHEDULES[(turn + at) % len(SCHEDULES)] if layout in STAGES else "1f1b"
+        for layouts in LAYOUTS_OF_ONE_SCHEDULE:
+            layout = layouts[turn % len(layouts)]
+            schedule = SCHEDULES[turn // len(STAGES) % len(SCHEDULES)] if layout in STAGES else "1f1b"
             clip, accumulate, micro_batch = next(cycle)
             yield Row(module, layout, schedule, clip, accumulate, 0 if "cp" in layout else micro_batch)
         first = turn % len(TWO_STAGES)

@@ -75,6 +75,7 @@ def test_layers_may_choose_shapes_and_numbers_by_their_data(layout: Layout, argu
     compare_scenario(choosing_run, layout, variable_shapes=True, **arguments)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("schedule", "through_memory"),
     [
@@ -102,6 +103,7 @@ def test_shapes_travel_once_per_shape_of_micro_batch() -> None:
     assert run_trainers(shapes_sent, 1, True, devices=2)[1].value == 4, "with variable shapes, with every micro-batch"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("through_memory", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_two_tensor_ranks_send_half_the_bytes_each(through_memory: bool) -> None:
     whole = [outcome.value for outcome in run_trainers(bytes_sent, 1 << 40, through_memory, devices=4)]

@@ -17,6 +17,7 @@ from tests.pipeline.compile_scenarios import compiled
 EAGER = {"backend": "aot_eager"}  # everything but the C++ compiler, which takes its time
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("config", "sizes", "devices"),
     [
@@ -47,6 +48,7 @@ def test_compiled_layers_give_the_same_losses_from_code_that_all_layers_share(
             assert breaks == 0
 
 
+@pytest.mark.wide
 def test_twice_the_layers_are_compiled_no_more_often() -> None:
     sizes = {"compile_layers": EAGER, "micro_batch_size": 2}
     graphs = [run_trainers(compiled, config, sizes, devices=1)[0].value[1] for config in ("llama", "deep")]

@@ -36,6 +36,7 @@ def kept(name: str, tensor: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "tensor", "schedule", "recompute"), ROWS)
 def test_recomputed_dropout_draws_what_it_drew(name: str, tensor: int, schedule: str, recompute: Any) -> None:
     arguments = {"tensor_parallel_size": tensor, "pipeline_schedule": schedule, "activation_recompute": recompute}

@@ -24,6 +24,7 @@ QUICK = {
 SCHEDULES: dict[str, dict[str, Any]] = {"one": {}, "zb-v": ZBV, "interleaved": INTERLEAVED}
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

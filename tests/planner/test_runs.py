@@ -78,6 +78,7 @@ def test_small_experts_in_8_bits_are_known_to_be_predicted_too_fast() -> None:
     assert found.bias is not None and -75 < found.bias < -40
 
 
+@pytest.mark.wide
 def test_a_family_left_out_is_predicted_by_the_others(rows: list[dict[str, str]]) -> None:
     samples = read_samples(rows)
     family = "selective-recompute"

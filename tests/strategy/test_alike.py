@@ -31,6 +31,7 @@ def assert_identical(got: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert matrices and all(value.std() > 0 for value in matrices)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("kind", "late", "layout"),
     [

@@ -32,6 +32,7 @@ def test_what_a_hook_averages_on_each_stage_is_whole_on_all(kind: str, layout: t
         assert not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["parts", pytest.param("zipped", marks=pytest.mark.wide)])
 def test_copies_of_layers_that_tensor_ranks_share_are_averaged_on_all_stages(kind: str) -> None:
     (plain,) = run_trainers(copies.averaged_whole, None, {}, kind, devices=1)

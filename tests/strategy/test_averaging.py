@@ -18,6 +18,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("kind", "layout"), ROWS)
 def test_averages_are_those_of_one_process_and_go_on(kind: str, layout: str, tmp_path: Path) -> None:
     sizes, path = LAYOUTS[layout], str(tmp_path / "run.ckpt")

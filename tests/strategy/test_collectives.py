@@ -19,6 +19,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("layout", "tensor"), LAYOUTS)
 @pytest.mark.parametrize(
     "scenario",
@@ -29,6 +30,7 @@ def test_collectives_in_a_step_are_over_the_replicas(scenario: Any, layout: tupl
     compare_scenario(scenario, layout, tensor_parallel_size=tensor)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("layout", "tensor"), LAYOUTS)
 @pytest.mark.parametrize(
     "scenario",

@@ -20,6 +20,7 @@ def _read(kind: str, replicas: int, load: str | None = None, save: str | None = 
     return run_trainers(read, kind, replicas, load, save, devices=replicas)[0].value
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     "kind",
     ["rows", "packed streams", *(pytest.param(f"stream{how}", marks=pytest.mark.wide) for how in ("", " in a worker"))],

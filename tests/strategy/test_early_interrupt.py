@@ -90,6 +90,7 @@ def test_ctrl_c_before_the_ranks_have_met_ends_all_with_one_line(tmp_path: Path)
     assert lines == ["Stopped by Ctrl-C before the ranks had met; there was nothing to save."]
 
 
+@pytest.mark.wide
 @pytest.mark.launch
 @pytest.mark.skipif(not hasattr(os, "forkpty"), reason="needs a terminal")
 def test_ctrl_c_while_training_ends_no_process_with_a_search_of_its_memory(tmp_path: Path) -> None:

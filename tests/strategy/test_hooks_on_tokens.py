@@ -135,16 +135,19 @@ def check(kind: type[Keeps], layout: Layout) -> None:
             torch.testing.assert_close(value, wanted["weights"][name], rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", [Keeps, OfBranch, BeforeRegion, Weighted, Changes, Writes])
 def test_what_hooks_keep_and_change_under_sequence_parallelism_is_of_all_tokens(kind: type[Keeps]) -> None:
     check(kind, (1, 1))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", [Detached, Writes])
 def test_what_hooks_keep_on_several_stages_is_of_all_tokens(kind: type[Keeps]) -> None:
     check(kind, (2, 1))
 
 
+@pytest.mark.wide
 def test_gradients_of_what_hooks_keep_on_several_stages_are_refused_with_their_line() -> None:
     for outcome in run_trainers(run, (2, 1), TOKENS, Keeps, devices=4, check=False, grace=20.0):
         said = f"{outcome.error}\n{outcome.output}"

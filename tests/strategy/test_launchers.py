@@ -128,6 +128,7 @@ def test_a_launched_script_trains_and_every_rank_ends_with_the_same_loss(launch:
     assert set(done) == {"0", "1"} and done["0"] == done["1"], run.said()
 
 
+@pytest.mark.wide
 def test_a_failing_rank_ends_the_launch_and_is_named(launch: type) -> None:
     run = launch("lightning", "fail")
     run.wait_for_start()

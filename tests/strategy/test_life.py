@@ -71,6 +71,7 @@ def test_hooks_are_called_in_the_order_and_number_of_one_process(layout: tuple[i
     compare_scenario(life.hooks_called, layout)
 
 
+@pytest.mark.everyday(1)
 @BOTH
 def test_validate_fit_test_and_fit_again_on_one_trainer(layout: tuple[int, int]) -> None:
     compare_scenario(life.verbs_in_turn, layout)
@@ -81,11 +82,13 @@ def test_predict_returns_the_replicas_predictions_in_order_on_every_rank(layout:
     compare_scenario(life.predictions, layout, own=partial(life.part_of_predictions, layout[1]))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("scenario", [life.limits, life.overfit, life.iterable, life.two_loaders])
 def test_limits_streams_and_several_loaders_end_with_the_same_metrics(scenario: Any) -> None:
     compare_scenario(scenario, (2, 2) if scenario is life.iterable else (2, 1))
 
 
+@pytest.mark.everyday(1)
 @BOTH
 def test_a_resumed_run_is_the_uninterrupted_run(layout: tuple[int, int]) -> None:
     expected = one_process(life.straight)

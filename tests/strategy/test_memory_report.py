@@ -27,6 +27,7 @@ from tests.strategy.memory_report_scenarios import measured, too_large
 WIDE = pytest.mark.wide
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("sizes", "devices"),
     [

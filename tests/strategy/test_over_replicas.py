@@ -62,6 +62,7 @@ SAID = {
 }
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(("layout", "arguments"), LAYOUTS_SAID)
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
@@ -69,6 +70,7 @@ def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments:
     assert re.search(SAID[name], f"{found[0].error}{found[0].output}"), found[0].error
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["in_batch", "logs_others"])
 def test_messages_of_shared_weights_are_not_taken_for_the_steps_own(name: str) -> None:
     arguments = {**UNCUT, "weight_sharding": True}

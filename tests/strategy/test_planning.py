@@ -240,6 +240,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("changed", RUNS, ids=lambda changed: "-".join(changed))
 def test_recipes_train_to_the_losses_of_one_process(changed: dict[str, Any]) -> None:
     recipe = Recipe(**changed, global_batch=8 * changed.get("data", 1), precision="fp32")

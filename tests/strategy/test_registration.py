@@ -29,6 +29,7 @@ assert not [finder for finder in ours if finder.awaited.endswith("strategies")]
 """
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("order", IMPORTS)
 def test_the_name_is_known_in_either_order_of_imports(order: str) -> None:
     subprocess.run([sys.executable, "-c", f"{order}\n{CHECK}"], check=True, timeout=120, env=environment())

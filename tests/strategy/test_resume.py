@@ -35,6 +35,7 @@ def test_a_run_stopped_in_or_after_an_epoch_sees_the_same_samples_dropout_and_lo
         assert not outcome.value, f"rank {outcome.rank}: " + "\n".join(outcome.value)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     "chain",
     [

@@ -22,6 +22,7 @@ QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywh
 QUICK |= {("interleaved", "whole"), ("alone", "generators")}
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

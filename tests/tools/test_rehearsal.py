@@ -48,6 +48,7 @@ def in_step(entries: dict[tuple[Any, ...], int]) -> dict[tuple[Any, ...], int]:
     return {e: n for e, n in entries.items() if e[0] in ("step", "optimizer") and (e[1] != "broadcast" or e[4] == 512)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sharding", [pytest.param(True, marks=WIDE), {"shard": 8}])
 def test_replicas_send_no_message_per_parameter_or_rank(sharding: Any) -> None:
     counts = set()
@@ -68,6 +69,7 @@ def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:
     assert predicted.activations == pytest.approx(real["activations"], rel=0.1)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [(GRID, 4), pytest.param(INTERLEAVED, 4, marks=WIDE), (RECOMPUTED, 2), (REPLICAS, 2), (ONE_BACKWARD, 2)],
@@ -116,6 +118,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("settings", "ranks", "made"), OTHERS)
 def test_split_tokens_and_chunks_hold_and_send_what_they_do_in_a_real_run(
     settings: dict[str, Any], ranks: int, made: Any
@@ -143,6 +146,7 @@ def test_weights_of_a_schedule_that_puts_off_their_gradients_keep_its_inputs() -
     assert kept["zb-h1"] > kept["1f1b"]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("more", [{}, {"free": "step", "sum": "micro_batch"}])
 def test_weights_shared_out_over_replicas_are_rehearsed(more: dict[str, str]) -> None:
     """Of P weights a rank keeps P/4, and parts too small to cut; a step gathers all of them at least once."""
@@ -264,6 +268,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_little_time_and_4_gb(tmp_path:
     assert memory < 4e9, memory
 
 
+@pytest.mark.wide
 def test_a_wide_model_is_split_as_a_narrow_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """At hidden size 8192 no weight that a plan is tried with has numbers."""
     plans, (_, batch) = [], build()
@@ -324,6 +329,7 @@ def large():
 """
 
 
+@pytest.mark.wide
 def test_experts_that_ranks_share_out_are_sent_as_many_rows_as_the_planner_says(tmp_path: Path) -> None:
     """Rank 5 has layers 0 and 1, of which the second is a mixture: four exchanges of T k h numbers per micro-batch."""
     script = tmp_path / "deepseek.py"
