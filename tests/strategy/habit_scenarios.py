@@ -96,6 +96,23 @@ def skipped(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any])
     return _fit(info, layout, arguments, SkipsBatches())
 
 
+class SkipsOnOneRank(FlatModule):
+    """Leaves a batch out on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == self.rank:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+def skipped_by_one(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], rank: int) -> Any:
+    return _fit(info, layout, arguments, SkipsOnOneRank(rank))
+
+
 class NamedSamples(TokenTask):
     """A list of strings, an integer and None travel with the tensors; strings belong to their samples."""
 

@@ -144,6 +144,24 @@ class LeftOut(TokenTask):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class LeftOutEarly(LeftOut):
+    """Leaves batches out before the layers, the first among them, and counts them; one behind the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[int] = []
+        self.register_buffer("running_left", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in (0, 2):
+            self.left.append(batch_idx)
+            self.running_left += 1
+            self.log("left", float(len(self.left)))
+            return None
+        self.log("train_loss", loss := self.loss(batch), sync_dist=True)
+        return loss if self.current_epoch or batch_idx != 1 else None
+
+
 class TwoForwards(Manual):
     """Calls the layers for two losses, and then their backward."""
 
@@ -465,6 +483,7 @@ MODULES: dict[str, Any] = {
     "single_gradients": SingleGradients,
     "copies_gradient": CopiesGradient,
     "left_out": LeftOut,
+    "left_out_early": LeftOutEarly,
     "two_forwards": TwoForwards,
     "two_backwards": TwoBackwards,
     "penalty_before": PenaltyBefore,

@@ -19,6 +19,7 @@ SAME = [
     habits.unfrozen_later,
     habits.finetuned,
     habits.ragged,
+    habits.skipped,
 ]
 
 
@@ -28,10 +29,10 @@ def test_a_habit_gives_what_it_gives_on_one_process(scenario: Any) -> None:
     compare_scenario(scenario, (2, 1))
 
 
-def test_a_batch_without_a_loss_is_refused_on_every_rank_under_a_pipeline() -> None:
-    for outcome in run_trainers(habits.skipped, (2, 1), {}, devices=2, check=False, grace=20.0):
-        said = f"{outcome.error}{outcome.output}"
-        assert "did not call the layers" in said and "`pipeline_parallel_size=1`" in said, said
+@pytest.mark.parametrize(("rank", "wanted"), [(0, "returned None without having"), (1, "on an earlier pipeline")])
+def test_a_batch_that_one_stage_leaves_out_is_refused_on_every_rank(rank: int, wanted: str) -> None:
+    for outcome in run_trainers(habits.skipped_by_one, (2, 1), {}, rank, devices=2, check=False, grace=20.0):
+        assert wanted in f"{outcome.error}{outcome.output}", outcome.error
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.wide)])

@@ -124,6 +124,19 @@ def test_a_batch_is_left_out_by_returning_none(layout: Layout, both: dict[str, A
     _compare("left_out", layout, both=both, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "both", "arguments"),
+    [
+        ((2, 1), {}, {"micro_batch_size": 1}),
+        pytest.param((2, 1), {"accumulate_grad_batches": 2}, {}, marks=WIDE),
+        pytest.param((2, 1), {}, {"pipeline_schedule": "zb-v", "micro_batch_size": 1}, marks=WIDE),
+        pytest.param((2, 1), {}, {"tensor_parallel_size": 2}, marks=WIDE),
+    ],
+)
+def test_a_batch_is_left_out_before_the_layers(layout: Layout, both: dict[str, Any], arguments: dict[str, Any]) -> None:
+    _compare("left_out_early", layout, both=both, **arguments)
+
+
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=WIDE)])
 def test_backwards_of_one_step_add_up_where_tensor_ranks_have_terms_of_a_gradient(data: int) -> None:
     _compare("own_descent", (1, data), tensor_parallel_size=2, sequence_parallel=True)

@@ -118,7 +118,7 @@ class PipelineExecutor:
         """Prepare for ``step``; what this rank has to do in it. :meth:`run` does it; who does it himself ends with
         :meth:`end`.
         """
-        self.stage.schedule = step.schedule
+        self.stage.schedule, self.stage.leaves_out = step.schedule, step.may_be_left_out
         self._split, program = self._program(step.schedule, announces=step.whole is None)
         self._begin(step)
         return program
@@ -207,14 +207,13 @@ class PipelineExecutor:
     def keep(self, slot: Slot, run: StageRun) -> None:
         """Keep what a forward has left for its backward, and for the piece that follows."""
         step, place, training = self.step, slot.place, self.step.training
-        if slot.virtual == self._last:
-            if training:
-                self.runs[place] = run
-            else:
-                step.outputs[slot.micro_batch] = run.output
-            return
-        if training or slot.onward is None:
+        last = slot.virtual == self._last
+        if training or (slot.onward is None and not last):
             self.runs[place] = run
+        if last and not training:
+            step.outputs[slot.micro_batch] = run.output
+        if last:
+            return
         if training:
             self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
         if slot.onward is not None:
@@ -307,7 +306,7 @@ class PipelineExecutor:
         signature = self._signatures.get(slot.micro_batch)
         if signature is None:
             signature = self._signatures[slot.micro_batch] = shape_signature(self.step.micro_batches[slot.micro_batch])
-        return (virtual, self.step.name, signature, self._around is not None)
+        return (virtual, self.step.name, self.step.may_be_left_out, signature, self._around is not None)
 
     def _send_forward(self, slot: Slot) -> None:
         training = self.step.training
@@ -317,7 +316,8 @@ class PipelineExecutor:
             leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
         told = Announcement(leaves, run.sent.effects, run.sent.forms)
         key = self._key(slot, slot.virtual + 1)
-        known = None if self._variable_shapes or told.effects is not None else self._sent.get(key)
+        tells = self._variable_shapes or self.step.may_be_left_out or told.effects is not None
+        known = None if tells else self._sent.get(key)
         if known is None:
             self.links.send_object(slot.peer, told, slot.tag)
             self._sent[key] = told
@@ -332,7 +332,7 @@ class PipelineExecutor:
 
     def _post_forward_early(self, slot: Slot) -> None:
         known = None if (key := self._key(slot, slot.virtual)) in self._varying else self._received.get(key)
-        if known is not None:
+        if known is not None and not self.step.may_be_left_out:
             self._heard[slot.place] = known
             self._post(slot, 0, known.leaves, scatter=True)
 
@@ -345,7 +345,7 @@ class PipelineExecutor:
         if (0, slot.place) in self._arriving:
             return
         key = self._key(slot, slot.virtual)
-        if self._variable_shapes or key not in self._received or key in self._varying:
+        if self._variable_shapes or self.step.may_be_left_out or key not in self._received or key in self._varying:
             told = self._heard[slot.place] = self.announced(slot)
             if told.effects is not None:
                 self._varying.add(key)

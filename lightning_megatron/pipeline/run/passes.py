@@ -245,7 +245,7 @@ class Passes:
                 torch.autograd.backward(loss, torch.full_like(loss, scale, requires_grad=False))
         else:
             if self._called < self._layers:
-                self._cursor.check_finished()
+                self._cursor.check_finished(loss)
             if self._bounds[-1][1] == self._layers:
                 bounds = (self._cursor.first, self._cursor.stop)
                 run = StageRun(self._number, self._cursor.received, Boundary(), loss)

@@ -18,6 +18,7 @@ from lightning_megatron.pipeline.run.around import WholeBatch
 from lightning_megatron.pipeline.run.finality import Final
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
+from lightning_megatron.pipeline.stage.final_state import TRIAL
 
 
 class HearsFinal(Protocol):
@@ -32,6 +33,7 @@ class RunsStep(Protocol):
 
     stage: int
     schedule: Schedule | None
+    leaves_out: bool  # whether the step that runs may return None before the layers
 
     def run(
         self,
@@ -93,6 +95,11 @@ class PipelineStep:
     def training(self) -> bool:
         """Whether backwards run."""
         return bool(self.loss_scales)
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether the step may return ``None`` before the layers; stages then tell each other, with each boundary."""
+        return self.goes_on is not None or self.name == TRIAL
 
     def differentiate(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """Let autograd run back from tensors, or edges of its graph, with the gradients of each."""

@@ -56,11 +56,8 @@ class StageCursor:
     """
 
     def __init__(self, layers: int, trunk: str, streams: SegmentStreams, side_effects: SideEffects) -> None:
-        self._layers = layers
-        self._trunk = trunk
-        self._streams = streams
-        self.side_effects = side_effects
-        self.watch_plan = WatchPlan()
+        self._layers, self._trunk, self._streams = layers, trunk, streams
+        self.side_effects, self.watch_plan = side_effects, WatchPlan()
         self._writers: set[tuple[int, int]] = set()
         self._watch: Provenance | None = None
         self._crossed = Crossed()
@@ -81,7 +78,7 @@ class StageCursor:
         self._parts = PartHooks(parts, self._streams, self._before_trunk)
 
     def _before_trunk(self) -> int | None:
-        return self.micro_batch if self.running and self._next == 0 else self.outside
+        return self.micro_batch if self.running and self._next <= 0 else self.outside
 
     def use_streams(self, streams: SegmentStreams) -> None:
         """Draw from other streams from now on: a later run's."""
@@ -108,7 +105,7 @@ class StageCursor:
             where: name of the step.
             watch: follows the step's values, in the first run of its kind.
             trunk_only: end behind the last layer.
-            called: how many layers have been called before.
+            called: how many layers have been called before; `LEFT_OUT` where none may be.
         """
         self.first, self.stop = bounds
         self._starts, self._trunk_only, self._watch = self.first == 0 and received.span is None, trunk_only, watch
@@ -166,10 +163,17 @@ class StageCursor:
         if self._watch is not None or STATE.written:
             refuse_away_metrics(module)
 
-    def check_finished(self) -> None:
-        """Complain about a step that returned without having called every layer."""
+    def leaves_out(self) -> bool:
+        """Whether the step ends before the layers here as on the stages before, and what follows is a first run yet."""
+        if self._next != (order.LEFT_OUT if self.first else 0):
+            return False
+        self._watch = None
+        return True
+
+    def check_finished(self, output: Any) -> None:
+        """Complain about a step that returned ``output`` without having called every layer."""
         if self._next < self.stop or self.sends:
-            order.refuse_end(self._trunk, self._next, self._layers, self.where)
+            order.refuse_end(self._trunk, self._next, self._layers, self.where, nothing=output is None)
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for ``layer(*args, **kwargs)``; see the module's picture."""
@@ -210,7 +214,8 @@ class StageCursor:
         if index < self.first:
             output = self.side_effects.repeat(index, args, kwargs, self._skip(index, call, args, kwargs))
             if index == self._layers - 1 and isinstance(self.received, trunk_output.JoinedBoundary):
-                return self._joined(call, output, self.received)
+                self._streams.enter_ahead(1 + self._layers)
+                return trunk_output.given(output, self.received, call.sentinel.name)
             return output
         if index == self.stop:
             self._capture(call, args, kwargs)
@@ -231,11 +236,6 @@ class StageCursor:
             if self.received.effects is not None:
                 self.side_effects.finish_trunk()
         return output
-
-    def _joined(self, call: LayerCall, output: Any, received: trunk_output.JoinedBoundary) -> Any:
-        """What the last layer gives for a whole batch, where all layers have run on its micro-batches."""
-        self._streams.enter_ahead(1 + self._layers)
-        return trunk_output.given(output, received, call.sentinel.name)
 
     def is_inside(self, index: int) -> bool:
         """See :class:`~.calls.Follower`."""

@@ -8,6 +8,7 @@ from lightning_megatron.pipeline.stage.final_state import TRIAL, tried
 
 _EVALUATE = ("validation_step", "test_step", "predict_step")
 _EVALUATES = frozenset((*_EVALUATE, *map(tried, _EVALUATE)))
+LEFT_OUT = -1  # in the place of the next layer: the stages before have left the batch out
 STARTS_OVER = frozenset((*_EVALUATES, TRIAL))
 
 
@@ -24,7 +25,7 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
     Args:
         trunk: name of the layers.
         index: the layer that is called.
-        expected: the one that comes next.
+        expected: the one that comes next; or `LEFT_OUT`.
         where: name of the step; ``""`` for none.
 
     Raises:
@@ -33,6 +34,12 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
     """
     if where in STARTS_OVER and index < expected:
         raise CalledAgain
+    if where and expected == LEFT_OUT:
+        raise RuntimeError(
+            f"`{where.split()[0]}` has left its batch out by `return None` before the layers of `{trunk}` on an "
+            "earlier pipeline stage, and calls them on this one. Decide by what is equal on all stages (the batch, its "
+            "number, what the module counts), or use `pipeline_parallel_size=1`."
+        )
     if not where:
         raise RuntimeError(
             f"the layers of `{trunk}` were called outside of a training, validation, test or predict step. They are "
@@ -51,7 +58,7 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
     )
 
 
-def refuse_end(trunk: str, called: int, layers: int, where: str) -> NoReturn:
+def refuse_end(trunk: str, called: int, layers: int, where: str, *, nothing: bool = False) -> NoReturn:
     """Complain about a step that has ended after ``called`` of all layers.
 
     Args:
@@ -59,6 +66,7 @@ def refuse_end(trunk: str, called: int, layers: int, where: str) -> NoReturn:
         called: how many of them it has called.
         layers: how many there are.
         where: name of the step.
+        nothing: whether it returned ``None``.
 
     Raises:
         CalledAgain: a step of evaluation has called none (a baseline, or a measure of the data): every stage can run
@@ -67,7 +75,13 @@ def refuse_end(trunk: str, called: int, layers: int, where: str) -> NoReturn:
     """
     if not called and where in _EVALUATES:
         raise CalledAgain
-    said = f"called only {called} of the {layers}" if called else "did not call the"
+    if nothing and called <= 0 and where.startswith("training_step"):
+        raise RuntimeError(
+            f"`training_step` returned None without having called the layers of `{trunk}`. A batch is left out so "
+            "where the code of `training_step` itself says `return None`, on all stages alike, with one replica and "
+            "`whole_batch_loss='auto'`; otherwise return a loss that is zero, computed from the layers' output."
+        )
+    said = f"called only {called} of the {layers}" if called > 0 else "did not call the"
     raise RuntimeError(
         f"the step {said} layers of `{trunk}`; under a pipeline every layer must be called exactly once, and layer "
         f"{called} was not called. If these are not the module's layers, name them with `pipeline_layers=...`; "

@@ -27,7 +27,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
-from lightning_megatron.pipeline.stage.order import CalledAgain
+from lightning_megatron.pipeline.stage.order import LEFT_OUT, CalledAgain
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.pipeline.stage.trunk_output import JoinedBoundary
 
@@ -57,9 +57,11 @@ class Stage:
         called_again: whether the latest step of evaluation called the layers a second time.
         device: where this rank computes.
         schedule: of the step that runs, or of the latest one.
+        leaves_out: whether that step may return ``None`` before the layers, by which its batch is left out.
     """
 
     schedule: Schedule | None = None
+    leaves_out = False
 
     def __init__(
         self,
@@ -222,7 +224,8 @@ class Stage:
         watch = None if self.cursor.watch_plan.is_done(bounds, where) else self._new_watch(received)
         again = bounds[0] > 0 or received.span is not None
         STATE.weights = self._weight_at
-        self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only)
+        called = LEFT_OUT if self.leaves_out and bounds[0] > 0 and not received.leaves else 0
+        self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only, called=called)
         try:
             with watch or _NOTHING, self._keeping_buffers(again):
                 if watch is not None and self.cursor.sends and not self.cursor.training:
@@ -320,7 +323,9 @@ class Stage:
         Contents(before.value, STATE.undone.pop(name), before.value._version).put_back()
 
     def _finish(self, micro_batch: int, output: Any, received: Boundary) -> StageRun:
-        self.cursor.check_finished()
+        if output is None and self.leaves_out and self.cursor.leaves_out():
+            return StageRun(micro_batch, received, Boundary())
+        self.cursor.check_finished(output)
         self.cursor.check_output(output, self.module)
         return StageRun(micro_batch, received, Boundary(), output)
 

@@ -29,6 +29,7 @@ class UncutModule:
 
     stage = 0
     schedule: Schedule | None = None
+    leaves_out = False
 
     def __init__(self, module: nn.Module, streams: SegmentStreams) -> None:
         self._streams = streams
