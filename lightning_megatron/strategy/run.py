@@ -132,7 +132,7 @@ class Run:
         self._equal, self._equal_stages = comparisons(self.module, stage, gradients, processes, wanted=wanted)
         here = self.module, trainer, self.engine, mesh, processes.device
         self._logs = LogRouting(*here, cuts_batches=options.micro_batch_size != "auto", fits=self._fits)
-        self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged)
+        self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged, self.engine.trials)
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
@@ -213,10 +213,10 @@ class Run:
             call = self._whole_hooks.in_step("training_step", call)
         call = self.assembled.in_step(call)
         gradients = self.engine.model_gradients
-        around = self._precision.train_step_context()
+        around, kept = self._precision.train_step_context(), self._kept.training.around("training_step", batch, ())
         with self._processes.naming_failures(), self.engine.around_step(), around, gradients.training_step():
             self._step = self.engine.step(batch)
-            with self._replicas, self._differentiating, self._late.explaining():
+            with self._replicas, self._differentiating, self._late.explaining(), kept:
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
             return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
@@ -244,7 +244,7 @@ class Run:
         if name != "predict_step" or self._experts is not None:  # else replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
         with self._processes.naming_failures(), context(), self._weights(name, batch):
-            with self._replicas, self._late.explaining(), self._kept.around(name, batch, args[2:]):
+            with self._replicas, self._late.explaining(), self._kept.evaluation.around(name, batch, args[2:]):
                 outcome = self.engine.evaluate(call, batch, name)
             if name != "predict_step":
                 self._rows.share()

@@ -2,14 +2,12 @@
 
 Five things vary beside the module. The covering subset meets every *pair* of their values at least once, and every
 second of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
-and three stages: four ranks cost twice as much as two, and every module meets every layout in the exhaustive table.
+and three stages: four ranks cost twice as much as two, and modules meet all kinds of layout in the exhaustive table.
 
-The exhaustive table shows each module in each kind of layout and under each schedule, and one module in every *three*
-values of the five. A module meets the further schedules in the layouts of two stages, in turn: alone, beside replicas,
-beside tensor ranks, beside context ranks. It leaves out what these show already: a module in one layout under several
-schedules, or under both GPipe and 1F1B, which run the same segments in two orders (modules meet them in turn); and two
-replicas, tensor or context ranks by themselves, which it meets beside stages and each other. Of two layouts that differ
-in their numbers, three stages or four and an odd number of context ranks or an even one, modules meet one in turn.
+The exhaustive table shows each module in each kind of layout and under each kind of schedule, and one module in every
+*three* values of the five. Kinds of layout: stages alone, beside replicas, tensor ranks or context ranks; context ranks
+without stages; and replicas or context ranks beside tensor ranks. Of the layouts and schedules of one kind, modules
+take one in turn: they differ in their numbers, or in the order of the same segments.
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ ACCUMULATE = (1, 2)
 MICRO_BATCHES = (2, 1, 3, 0)
 MAIN_LAYOUTS = ("pp2", "pp3", "pp4", "pp2xdp2", "dp2")
 STAGES = ("pp3", "pp4")
-TWO_STAGES = ("pp2", "pp2xdp2", "pp2xtp2", "pp2xcp2")
-LAYOUTS_OF_ONE_SCHEDULE = (STAGES, ("dp2xtp2",), ("cp3", "dp2xcp2"), ("cp2xtp2",))  # of each, modules take one in turn
+TWO_STAGES = ("pp2xdp2", "pp2xtp2", "pp2xcp2")
+LAYOUTS_OF_ONE_SCHEDULE = (STAGES, ("cp3", "dp2xcp2"), ("dp2xtp2", "cp2xtp2"))  # of each, modules take one in turn
 FURTHER_SCHEDULES = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+KINDS_OF_SCHEDULE = (("interleaved",), ("zb-h1", "zb-h2"), ("zb-v", "dualpipe-v"))
 FACTORS = (MAIN_LAYOUTS, SCHEDULES, tuple(CLIPS), ACCUMULATE, MICRO_BATCHES)
 SMALL_FACTORS = (("pp2", "pp3"), *FACTORS[1:])
 # One of each build: rotary, tied, alibi, learned positions, two norms, parallel attention, experts, state space, ...
@@ -100,19 +99,22 @@ def everyday() -> list[Row]:
         Row("hf_gpt2", "cp2xtp2xsp", "1f1b", "norm", 1, 0),
     ]
     tensor = [Row("hf_llama", layout, "1f1b", "norm", 2, 2) for layout in ("tp2", "pp2xtp2")]
-    schedules = further("hf_llama", TWO_STAGES[:1], itertools.cycle(itertools.product(CLIPS, ACCUMULATE, (2,))))
+    cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, (2,)))
+    schedules = further("hf_llama", FURTHER_SCHEDULES, ("pp2",), cycle)
     return [*(_row(name, next(settings)) for name in names), *schedules, *turns, *tokens, *tensor]
 
 
-def further(module: str, layouts: Sequence[str], cycle: Iterator[tuple[str, int, int]]) -> Iterator[Row]:
-    """A module under every further schedule, in these layouts of two stages in turn; two pieces per stage."""
-    for schedule, layout in zip(FURTHER_SCHEDULES, itertools.cycle(layouts)):
+def further(
+    module: str, schedules: Sequence[str], layouts: Sequence[str], cycle: Iterator[tuple[str, int, int]]
+) -> Iterator[Row]:
+    """A module under further schedules, in these layouts of two stages in turn; two pieces per stage."""
+    for schedule, layout in zip(schedules, itertools.cycle(layouts)):
         clip, accumulate, _ = next(cycle)
         yield Row(module, layout, schedule, clip, accumulate, micro_batch=1 if schedule == "dualpipe-v" else 2)
 
 
 def everything() -> Iterator[Row]:
-    """Every module in every layout and under every schedule, and one module in any three values of the settings."""
+    """Every module in all kinds of layouts and schedules, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
     for turn, module in enumerate(ZOO):
         for layouts in LAYOUTS_OF_ONE_SCHEDULE:
@@ -121,7 +123,8 @@ def everything() -> Iterator[Row]:
             clip, accumulate, micro_batch = next(cycle)
             yield Row(module, layout, schedule, clip, accumulate, 0 if "cp" in layout else micro_batch)
         first = turn % len(TWO_STAGES)
-        yield from further(module, TWO_STAGES[first:] + TWO_STAGES[:first], cycle)
+        schedules = [kind[turn % len(kind)] for kind in KINDS_OF_SCHEDULE]
+        yield from further(module, schedules, TWO_STAGES[first:] + TWO_STAGES[:first], cycle)
     modules = ("nanogpt", "torch_encoder", "hf_llama")
     for turn, schedule in enumerate((*SCHEDULES, *FURTHER_SCHEDULES)):
         both = (*((module, "pp2xcp2") for module in modules), (modules[turn % len(modules)], "pp2xcp3"))

@@ -255,6 +255,85 @@ class Loaders(Keeps):
             self.log(f"spread_{loader}", torch.cat(found).std())
 
 
+class InTraining(Keeps):
+    """Keeps what steps of training have made, as a module does that logs at the end of an epoch."""
+
+    def on_validation_epoch_start(self) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def on_train_epoch_start(self) -> None:
+        self.clear()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            Keeps.validation_step(self, batch, batch_idx)
+        return self.each(*batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("loss_between", self.each(*batch))
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.read())
+
+
+class NotCleared(InTraining):
+    """Goes on from what earlier epochs have kept."""
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+
+class WithGraph(Validated):
+    """Keeps losses with their graphs, and sets a learning rate by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step_outputs: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.each(*batch)
+        self.training_step_outputs.append(loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pass
+
+    def on_train_epoch_end(self) -> None:
+        mean = torch.stack(self.training_step_outputs).mean()
+        self.log("mean", mean)
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.01 * float(mean.detach())
+        self.training_step_outputs.clear()
+
+
+class ReadsBetween(InTraining):
+    """Steps read what they have kept."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1.0 + 0.001 * len(self.losses))
+
+
+class BestInTraining(WithGraph):
+    """Keeps the largest mean, which is not made of those of parts."""
+
+    best = 0.0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.each(*batch)
+        self.best = max(self.best, float(loss))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("best", self.best)
+
+
+TRAINED: dict[str, type[Validated]] = {
+    kind.__name__: kind for kind in (InTraining, NotCleared, WithGraph, ReadsBetween, BestInTraining)
+}
 KINDS: dict[str, type[Keeps]] = {
     kind.__name__: kind
     for kind in (
@@ -275,6 +354,16 @@ def kept(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[st
     return found
 
 
+def kept_in_training(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
+    """What two epochs have logged, and the weights behind them."""
+    torch.manual_seed(0)
+    arguments = {"micro_batch_size": "auto", **arguments}
+    trainer, module = trainer_for(info, layout, arguments, max_epochs=2, val_check_interval=0.5), TRAINED[name]()
+    trainer.fit(module)
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return logged, {key: value.norm() for key, value in module.named_parameters() if not value.is_meta}
+
+
 EVERYDAY = (LAYOUTS.index(((1, 2), {})), LAYOUTS.index(((2, 2), {"micro_batch_size": 2})))
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if name == "Keeps" and number in EVERYDAY else WIDE)
@@ -291,6 +380,38 @@ def test_hooks_find_what_one_process_keeps(name: str, layout: Layout, arguments:
         for here, there in zip(found.value, expected, strict=True):
             assert here.keys() == there.keys()
             assert not list(differences("logged", here, there, 1e-9)), found.output
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "arguments"),
+    [
+        pytest.param(name, layout, arguments, marks=() if number == EVERYDAY[turn % 2] else WIDE)
+        for turn, name in enumerate(("InTraining", "WithGraph", "NotCleared"))
+        for number, (layout, arguments) in enumerate(LAYOUTS)
+        if "evaluation_micro_batch_size" not in arguments
+    ],
+    ids=str,
+)
+def test_hooks_behind_training_find_what_one_process_keeps(
+    name: str, layout: Layout, arguments: Mapping[str, Any]
+) -> None:
+    logged, weights = one_process(kept_in_training, None, name, {})
+    ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("context_parallel_size", 1)
+    for found in run_trainers(kept_in_training, layout, name, arguments, devices=layout[0] * layout[1] * ranks):
+        assert "from the samples of each of" not in found.output
+        assert found.value[0].keys() == logged.keys()
+        assert not list(differences("logged", found.value[0], logged, 1e-9)), found.output
+        if ranks == 1 and not arguments.get("weight_sharding"):
+            mine = found.value[1]
+            assert not list(differences("weights", mine, {key: weights[key] for key in mine}, 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("BestInTraining", "best"), pytest.param("ReadsBetween", "losses", marks=WIDE)]
+)
+def test_what_steps_of_training_read_or_do_otherwise_is_named(name: str, value: str) -> None:
+    found = run_trainers(kept_in_training, (1, 2), name, {}, devices=2, check=False, grace=20.0)
+    assert re.search(rf"`training_step` writes .*`{value}`.* of each of the 2 replicas", f"{found[0].error}"), found[0]
 
 
 @pytest.mark.parametrize("layout", [pytest.param((1, 2), id="dp2"), pytest.param((2, 2), id="pp2xdp2", marks=WIDE)])

@@ -13,7 +13,7 @@ is tried on parts of the batch, and what it has logged is put together anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from lightning_megatron.strategy.loss.said import with_lines
 from lightning_megatron.strategy.loss.tables import Name, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates
-from lightning_megatron.strategy.loss.written import Kinds
+from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 from lightning_megatron.strategy.step.step import Outcome, ReplicaMean
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -228,7 +228,7 @@ class LoggedInEvaluation:
             told = [each for each in objects.gather(found, self._context.mesh.group(axis)) if each is not None]
             found = told[0].joined(told[1:]) if told else None
         narrow = any(objects.gather(run.draws.narrow, group))
-        written = _common([each or {} for each in objects.gather(kinds or None, group)])
+        written = common_kinds([each or {} for each in objects.gather(kinds or None, group)])
         known.tried += 1
         if any(objects.gather(sees.gathers, group)):  # it is taken at its word
             known.untried = True
@@ -276,15 +276,6 @@ class LoggedInEvaluation:
                 f"what `self.log` is given as {with_lines(new, found)} for a batch of `{name}` is not made of what "
                 f"its parts give; the mean over the {replicas} replicas is logged. Log a torchmetrics object."
             )
-
-
-def _common(told: Sequence[Mapping[Name, Kinds]]) -> dict[Name, Kinds]:
-    """By name, the ways that all replicas allow that have written a value; ("",) if there are none."""
-    found: dict[Name, Kinds] = {}
-    for each in told:
-        for name, ways in each.items():
-            found[name] = tuple(way for way in found.get(name, ways) if way in ways) or ("",)
-    return found
 
 
 def _say_untried(keys: set[str], replicas: int, name: str, failed: str = "") -> None:

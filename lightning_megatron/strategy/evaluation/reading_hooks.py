@@ -1,6 +1,6 @@
-"""Which hooks read what steps of evaluation keep, and whether they know that there are replicas.
+"""Which hooks read what steps keep, and whether they know that there are replicas.
 
-Since Lightning has no ``validation_epoch_end`` that is given all outputs, modules keep them by hand::
+Since no hook behind an epoch is given the outputs of its steps, modules keep them by hand::
 
     def validation_step(self, batch, batch_idx):       def on_validation_epoch_end(self):
         self.outputs.append(self(x))                       self.log("spread", torch.cat(self.outputs).std())
@@ -29,16 +29,17 @@ _GATHERS = frozenset(
 )
 _ASKS = frozenset(("get_rank", "get_world_size", "world_size", "num_devices", "distributed", "dist", "strategy"))
 _RANKS = ("global_rank", "local_rank")
+_COLLECT = frozenset(("append", "extend", "add", "update", "clear", "zero_", "fill_", "add_"))
 _LATE = ("on_train_epoch_end", "on_train_end", "on_fit_end")
 
 
 def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: str) -> set[str]:
-    """Names in the hooks behind a loop of evaluation that do not know of replicas, but for those in hooks that do.
+    """Names in the hooks behind a loop that do not know of replicas, but for those in hooks that do.
 
     Args:
         module: the user's.
         callbacks: of the Trainer.
-        loop: ``validation`` or ``test``.
+        loop: ``train``, ``validation`` or ``test``.
     """
     hooks = *_behind(loop), *(_LATE if loop == "validation" else ())
     owners: list[tuple[Any, Any]] = [(module, None)]
@@ -64,6 +65,72 @@ def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -
         return set()
     told = [hook for hook in _behind(loop) if may_log(callback, hook) or _sets_elsewhere(callback, hook)]
     return {name for names, known in _names(callback, Callback, told, module) if not known for name in names}
+
+
+def names_only_collected(module: pl.LightningModule, callbacks: Iterable[Callback], names: set[str]) -> set[str]:
+    """Those of ``names`` that no code but the hooks behind training reads: others append to them, add to them, or set
+    them anew.
+
+    Args:
+        module: the user's.
+        callbacks: of the Trainer.
+        names: that the hooks behind training read.
+    """
+    behind = _behind("train")
+    found = set(names)
+    owners: list[tuple[Any, type]] = [(each, Callback) for each in foreign_callbacks(callbacks)]
+    owners += [(module, pl.LightningModule)]
+    methods = [(owner, hook) for owner, parent in owners for hook in _overridden(owner, parent) if hook not in behind]
+    kinds = {type(child): child for child in module.modules() if child is not module}.values()
+    for owner, hook in (*methods, *((child, "forward") for child in kinds if _is_users(child))):
+        for function in functions_of(owner, hook):
+            used = found.intersection(names_in(function.__code__))
+            if used:
+                definition = definition_of(function)
+                found -= used if definition is None else {name for name in used if not _only_collects(definition, name)}
+    return found
+
+
+def _overridden(owner: Any, parent: type) -> list[str]:
+    """Hooks and steps that the user's code defines."""
+    kinds = type(owner).__mro__[: type(owner).__mro__.index(parent)]
+    own = {name for kind in kinds for name, value in vars(kind).items() if callable(value) and name != "__init__"}
+    own.update(name for name, value in vars(owner).items() if callable(value))
+    return [name for name in sorted(own) if callable(getattr(parent, name, None)) or name == "forward"]
+
+
+def _is_users(child: nn.Module) -> bool:
+    return not type(child).__module__.startswith(("torch.", "torchmetrics."))
+
+
+def _only_collects(definition: ast.AST, name: str) -> bool:
+    """Whether code does nothing with an attribute or global of this name but append to it, add to it, or set it."""
+    allowed = set[int]()
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and called.attr in _COLLECT:
+                allowed.update(map(id, _chain(called.value)))
+        elif isinstance(node, (ast.Attribute, ast.Subscript, ast.Name)) and not isinstance(node.ctx, ast.Load):
+            allowed.update(map(id, _chain(node)))
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = ast.unparse(node.targets[0])
+            same = (each for each in ast.walk(node.value) if isinstance(each, ast.expr) and ast.unparse(each) == target)
+            allowed.update(id(part) for each in same for part in _chain(each))
+    return all(
+        id(node) in allowed
+        for node in ast.walk(definition)
+        if (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+    )
+
+
+def _chain(node: ast.expr) -> Iterator[ast.expr]:
+    """An attribute or entry, and what it is one of: `self.meter.total`, `self.meter`, `self`."""
+    while True:
+        yield node
+        if not isinstance(node, (ast.Attribute, ast.Subscript)):
+            return
+        node = node.value
 
 
 def _sets_elsewhere(callback: Callback, hook: str) -> bool:

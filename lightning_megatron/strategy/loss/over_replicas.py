@@ -29,12 +29,14 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
+from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.loss.pieces_tried import Joins, KeptRows, RowsOfPieces, Tried, unlike_pair
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
-from lightning_megatron.strategy.loss.tables import NUMBERS, Name, sendable
+from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
-from lightning_megatron.strategy.loss.written import Kinds
+from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
 _MANY = 8  # samples of which four parts are tried, else two
 _GROWS = ("sum", "each", "total")
@@ -85,20 +87,24 @@ class OverReplicas:
         mesh: the grid.
         device: where tensors live.
         module: the user's.
+        layers: names of those that stages share out, which may write on the stage that has them alone.
 
     Attributes:
         group: the replicas.
         unseen: whether this replica's batch looks like none before.
         kept: what the step keeps of each sample for the next.
+        collected: names that only hooks behind the loop read, where what is kept under them comes together.
         counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
             no message has told.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module, layers: Sequence[str] = ()) -> None:
         self._mesh, self._device, self._module = mesh, device, module
         self.group = mesh.group("data_parallel")
         self.unseen, self.kept = False, KeptRows()
         self.counted: tuple[Callable[[Any], float], float] | None = None
+        self.collected: Collection[str] = ()
+        self._layers, self._ways = Parts(layers), Narrowed()
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 
@@ -158,6 +164,8 @@ class OverReplicas:
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
         mine: dict[Name, list[Name]] = {}
         for name in changes:
+            if kinds.get(name) and self._is_kept(name):
+                continue
             mine.setdefault(sendable(name, self._module), []).append(name)
         found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
@@ -165,6 +173,33 @@ class OverReplicas:
             metric = tried.mixed_metric(cut=cut)
             found = list(dict.fromkeys([*found, *others, *traces.weights.unlike, *([metric] if metric else [])]))
         return found, bool(rows.difference(tried.kept.names))
+
+    @property
+    def ways(self) -> Mapping[Name, Any]:
+        """By name of a value of :attr:`collected`, how it comes together; "" where that is unknown."""
+        return self._ways.chosen
+
+    def kept_kinds(self, kinds: Mapping[Name, Kinds]) -> dict[Name, Kinds]:
+        """How values of :attr:`collected` come together, where the loss is computed; nothing on other ranks.
+
+        Args:
+            kinds: how those of a batch come of those of its parts.
+        """
+        here = self._mesh.rank == self._mesh.loss_rank
+        return {sendable(name, self._module): ways for name, ways in kinds.items() if here and self._is_kept(name)}
+
+    def learn_kept(self, told: Sequence[Mapping[Name, Kinds]], usual: Any) -> None:
+        """Take note of how they come together.
+
+        Args:
+            told: what :meth:`kept_kinds` gives on each rank.
+            usual: the way to weigh of the loss, which goes before the others.
+        """
+        for name, ways in common_kinds(told).items():
+            self._ways.learn(name, ways, usual)
+
+    def _is_kept(self, name: Name) -> bool:
+        return name[0] not in self._layers and is_in(name, self.collected)
 
     def kept_of(self, joins: Joins, of: TriedParts) -> RowsOfPieces:
         """What steps before have kept of the samples of a trial. Collective over the replicas, where it is of two.

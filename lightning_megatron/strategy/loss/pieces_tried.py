@@ -62,6 +62,7 @@ class ToldOfTrial(NamedTuple):
         joins: number of joined pieces.
         draws: what is drawn, and in which types it computes.
         turns: why micro-batches cannot take turns, where a step calls the layers more than once; or "".
+        kept: what :meth:`.OverReplicas.kept_kinds` gives.
     """
 
     own: tuple[list[Name], bool]
@@ -72,6 +73,7 @@ class ToldOfTrial(NamedTuple):
     joins: int
     draws: Drawn
     turns: str
+    kept: Mapping[Name, Any]
 
 
 class Joins:

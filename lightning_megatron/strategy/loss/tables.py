@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,6 +231,12 @@ def wrap_iterators(table: Table) -> None:
 def spelled(name: Name) -> str:
     """A name in one word."""
     return ".".join(str(part) for part in name if part not in ("", None))
+
+
+def is_in(name: Name, used: Collection[str]) -> bool:
+    """Whether code that uses some names may reach a value: an attribute, a global, or what is in one."""
+    table, key = name
+    return any(part in used for part in (table.split(".") if table else [str(key)]))
 
 
 def sendable(name: Name, root: nn.Module) -> Name:

@@ -108,7 +108,7 @@ class LossTrials:
         self._unsure = False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
         several = context.mesh.layout.data > 1
-        self.replicas = OverReplicas(context.mesh, self._device, self._module) if several else None
+        self.replicas = OverReplicas(context.mesh, self._device, self._module, self._layers) if several else None
         self._phases: Phases | None = None
         self._looks_other, self.began, self._of_held = False, False, False
         self.turns, self.exchanged = "", Exchanged()
@@ -272,8 +272,8 @@ class LossTrials:
         alone = self._stages.may_run_around and not inside and middle is None
         of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
-        mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(watched, cut=cut), turns
-        told = objects.gather(ToldOfTrial(*mine), self._mesh.group("world"))
+        mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(watched, cut=cut)
+        told = objects.gather(ToldOfTrial(*mine, turns, self._kept_kinds(kinds)), self._mesh.group("world"))
         said = zip(*((one.writes, one.draws.apart) for one in told), strict=True)
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
@@ -281,7 +281,7 @@ class LossTrials:
         warn_of_shared_draws(self._streams.learn([one.draws for one in told] if cut else []))
         self._unsure = any(one.unsure for one in told)
         self._next = self._next_time(told) if due or any(one.own[1] for one in told) else self._next
-        self._take(tried, kinds, middle, next((one.turns for one in told if one.turns), ""))
+        self._take(tried, kinds, middle, told)
         could, self.around = self.around, self.around and not cut and why == "counts"
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [one.own for one in told], cut=cut)
@@ -299,6 +299,9 @@ class LossTrials:
         if not cut:
             self._stages.release()
 
+    def _kept_kinds(self, kinds: Mapping[Name, Kinds]) -> dict[Name, Kinds]:
+        return {} if self.replicas is None else self.replicas.kept_kinds(kinds)
+
     def _next_time(self, told: Sequence[ToldOfTrial]) -> int:
         """The step that is tried anyhow, after one that was."""
         if any(by_sample for _, by_sample in (one.own for one in told)) and self._steps <= _UNSETTLED:
@@ -306,14 +309,18 @@ class LossTrials:
         few = min(one.joins for one in told) == 1  # replicas may have unlike numbers of micro-batches
         return self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
 
-    def _take(self, tried: Tried, kinds: Mapping[Name, Kinds], middle: Middle | None, turns: str) -> None:
+    def _take(
+        self, tried: Tried, kinds: Mapping[Name, Kinds], middle: Middle | None, told: Sequence[ToldOfTrial]
+    ) -> None:
         """Take note of what a step writes, at its end and in the middle of it."""
         usual = self.reading.way if self.reading.fits and self.reading.way else "sizes"
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._written.learn(name, kinds[name], place, tried.turn(name, self._layers), usual)
         self.once = OncePerBatch(self._module, [*self._written.slots.values()], tried.traces.plain(self._layers))
         tried.tell(usual, "training")
-        self.turns = turns
+        self.turns = next((one.turns for one in told if one.turns), "")
+        if self.replicas is not None:
+            self.replicas.learn_kept([one.kept for one in told], usual)
         if middle is not None:
             self.exchanged = self.exchanged.joined(middle)
 

@@ -151,6 +151,19 @@ class Written:
         self.slots[name] = *place, self._ways.learn(name, kinds, usual), turn
 
 
+def common_kinds(told: Sequence[Mapping[Name, Kinds]]) -> dict[Name, Kinds]:
+    """By name, the ways that all replicas allow that have written a value; ("",) if there are none.
+
+    Args:
+        told: by each of them.
+    """
+    found: dict[Name, Kinds] = {}
+    for each in told:
+        for name, ways in each.items():
+            found[name] = tuple(way for way in found.get(name, ways) if way in ways) or ("",)
+    return found
+
+
 def tail_of(before: Any, now: Any) -> list[Any] | None:
     """What was appended; ``None`` if anything else was done."""
     earlier, later, most = list(before), list(now), getattr(before, "maxlen", None) or 0

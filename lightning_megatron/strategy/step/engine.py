@@ -63,6 +63,7 @@ class StepEngine:
         recording: of what the running step logs.
         losses: what was found out about losses.
         logged: tells how what steps of evaluation log and write comes together over the replicas.
+        trials: tell how the loss and what the step writes come of parts of a batch.
         splits_itself: whether the module's own code has split it.
         whole: the way of a batch that is not cut into micro-batches.
         has_stages: whether there are several.
@@ -115,7 +116,7 @@ class StepEngine:
         shared = self.model_gradients, self.recording, self.losses, self._experts
         self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
         self._in_parts = ScheduledStep(self._context)
-        self.logged = self._in_parts.logged
+        self.logged, self.trials = self._in_parts.logged, self._in_parts.cuts.trials
         self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
         if stage is None:

@@ -1,0 +1,185 @@
+"""One value that the steps of a loop keep on each replica, and how those of all of them come together.
+
+A number, a set or a list of numbers that grows by each sample; a list or tensor that grows by entries or rows::
+
+    what was there  +  what each replica has added                      sums, sets
+    what was there, then batch by batch  their entries, or one of them  lists: all, their mean, or their sum
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.mesh.batches import map_tensors
+from lightning_megatron.pipeline.elsewhere.containers import MISSING
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal, refill
+from lightning_megatron.strategy.loss.tables import Table, found_again
+from lightning_megatron.strategy.loss.written import merged, total
+
+
+@dataclass
+class ToldValue:
+    """What a replica tells the others of a value.
+
+    Attributes:
+        added: what it has added: a number, or the entries or rows of each batch; ``None`` where it did something else.
+        weights: of its batches.
+        sizes: their samples.
+    """
+
+    added: Any
+    weights: Sequence[float] = ()
+    sizes: Sequence[float] = ()
+
+
+@dataclass
+class KeptValue:
+    """One that a step writes and a hook reads.
+
+    Attributes:
+        table: where it is.
+        key: of it.
+        start: as the loop has found it.
+        ends: how many entries or rows it had, first and behind each batch.
+    """
+
+    table: Table
+    key: Any
+    start: Any
+    ends: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ends = self.ends or [_length(self.start)]
+
+    def now(self, module: nn.Module) -> Any:
+        """What it is; :data:`.MISSING` if it is there no more.
+
+        Args:
+            module: the user's.
+        """
+        table = found_again(module, self.table)
+        return MISSING if table is None else table.get(self.key, MISSING)
+
+    def end_batch(self, module: nn.Module) -> None:
+        """Take note of how long it is behind a batch."""
+        self.ends.append(_length(self.now(module)))
+
+    def tell(self, module: nn.Module, way: Any, batches: Sequence[Mapping[Any, float]]) -> ToldValue:
+        """What this replica has added.
+
+        Args:
+            module: the user's.
+            way: in which values come together, as :data:`.Kinds`; "" if it is unknown.
+            batches: of the loop, each with its samples ("sizes") and what it counts in other ways.
+        """
+        start, now = self.start, self.now(module)
+        if not way:
+            return ToldValue(None)
+        sizes = [each["sizes"] for each in batches]
+        if isinstance(now, set):
+            return ToldValue(now - start if isinstance(start, set) else now)
+        if isinstance(now, (list, deque)):
+            before = start if isinstance(start, LISTS) else []
+            if way == "sum":
+                alike = len(now) == len(before) and all(map(_is_number, (*now, *before)))
+                return ToldValue([entry - old for entry, old in zip(now, before, strict=True)] if alike else None)
+            added = self._rows(list(now), list(before))
+            weights = [each.get(way, each["sizes"]) for each in batches]
+            if added is None or (way != "each" and any(len(entries) > 1 for entries in added)):
+                return ToldValue(None)
+            return ToldValue(_sent(added), weights, sizes)
+        if way != "sum" or not _is_number(now) or not _is_number(start):
+            return ToldValue(None)
+        if isinstance(now, Tensor) and isinstance(start, Tensor) and now.shape != start.shape:
+            return ToldValue(_sent(self._rows(now, start)), sizes, sizes)
+        return ToldValue(_sent(now - start))
+
+    def put(self, module: nn.Module, told: Sequence[ToldValue], way: Any) -> None:
+        """Let it be that of all samples.
+
+        Args:
+            module: the user's.
+            told: by each replica.
+            way: as for :meth:`tell`.
+        """
+        now, start = self.now(module), self.start
+        if isinstance(now, set):
+            refill(now, now.union(*(each.added for each in told)))
+        elif isinstance(now, (list, deque)):
+            before = list(start) if isinstance(start, LISTS) else []
+            if way == "sum":
+                rows = zip(before, *(_placed(each.added, now) for each in told), strict=True)
+                refill(now, [sum(deltas, entry) for entry, *deltas in rows])
+            else:
+                entries = _entries(told, way)
+                refill(now, [*before, *(_placed(entry, now[-1]) for entry in entries)] if len(now) else before)
+        else:
+            grows = isinstance(told[0].added, list)
+            added = [_placed(each, now) for each in (_entries(told, "rows") if grows else [e.added for e in told])]
+            self._set(module, now, torch.cat([start, *added]) if grows else sum(added, start))
+
+    def _rows(self, now: Any, before: Any) -> list[Any] | None:
+        """What each batch has added at the end; ``None`` if anything else was done."""
+        grows = all(one <= other for one, other in pairwise(self.ends)) and len(now) == self.ends[-1]
+        if not grows or not (is_equal(now[: len(before)], before) or not len(before)):
+            return None
+        return [now[one:other] for one, other in pairwise(self.ends)]
+
+    def _set(self, module: nn.Module, now: Any, whole: Any) -> None:
+        if self.table.buffers and isinstance(now, Tensor) and now.shape == whole.shape:
+            with torch.no_grad():
+                now.copy_(whole)
+            return
+        table = found_again(module, self.table)
+        if table is not None:
+            table[self.key] = whole
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim else 0
+    return len(value) if isinstance(value, LISTS) else 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex, Tensor))
+
+
+def _sent(value: Any) -> Any:
+    """A value whose tensors can be told to other processes."""
+    return map_tensors(value, lambda tensor: tensor.detach().cpu())
+
+
+def _placed(value: Any, like: Any) -> Any:
+    """A value whose tensors are on the devices on which those of one like it are: the user may keep them on the CPU."""
+    devices = [leaf.device for leaf in tree_leaves(like) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    places = iter(devices if len(devices) == len(tensors) else devices[:1] * len(tensors))
+    return map_tensors(value, lambda tensor: tensor.to(next(places, tensor.device)))
+
+
+def _entries(told: Sequence[ToldValue], way: Any) -> list[Any]:
+    """The entries of all replicas, batch by batch; as :data:`.Kinds`, and "rows" for a tensor's."""
+    batches = zip_longest(*(each.added for each in told))
+    if way == "rows":
+        return [rows for batch in batches for rows in batch if rows is not None]
+    if way == "each":
+        return [entry for batch in batches for entries in batch for entry in entries or ()]
+    found = []
+    for place in range(max(len(each.added) for each in told)):
+        some = [each for each in told if place < len(each.added) and each.added[place]]
+        if not some:
+            continue  # of another loader
+        entries = [each.added[place][0] for each in some]
+        weights, sizes = [each.weights[place] for each in some], [each.sizes[place] for each in some]
+        whole = total(entries) if way == "total" else merged(entries, weights, sizes)
+        found += entries if whole is MISSING else [whole]
+    return found
