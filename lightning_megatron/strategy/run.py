@@ -133,6 +133,7 @@ class Run:
         here = self.module, trainer, self.engine, mesh, processes.device
         self._logs = LogRouting(*here, cuts_batches=options.micro_batch_size != "auto", fits=self._fits)
         self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged, self.engine.trials)
+        self._logs.is_whole = self._kept.is_whole if mesh.layout.data > 1 else None
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING

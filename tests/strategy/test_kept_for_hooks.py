@@ -279,6 +279,30 @@ class InTraining(Keeps):
         self.log_dict(self.read())
 
 
+class Synced(InTraining):
+    """Its hooks log as such do that know of replicas: what is the same on all of them is not added up."""
+
+    def on_train_epoch_end(self) -> None:
+        for key, value in self.read().items():
+            self.log(key, value, sync_dist=True, reduce_fx="max" if key == "worst" else "sum")
+        self.log("trained", self.counted, sync_dist=True, reduce_fx="sum")
+
+    def on_validation_epoch_start(self) -> None:
+        self.right = torch.tensor(0)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.right = self.right + (self(batch[0]).argmax(-1) == batch[1]).sum()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("right", self.right.double(), sync_dist=True, reduce_fx="sum")
+
+    @property
+    def counted(self) -> float:
+        """Something that replicas have unlike parts of, and no step has kept."""
+        rank, replicas = self.trainer.global_rank, self.trainer.world_size
+        return 3.0 if replicas == 1 else float(1 + rank)
+
+
 class NotCleared(InTraining):
     """Goes on from what earlier epochs have kept."""
 
@@ -332,7 +356,7 @@ class BestInTraining(WithGraph):
 
 
 TRAINED: dict[str, type[Validated]] = {
-    kind.__name__: kind for kind in (InTraining, NotCleared, WithGraph, ReadsBetween, BestInTraining)
+    kind.__name__: kind for kind in (InTraining, Synced, NotCleared, WithGraph, ReadsBetween, BestInTraining)
 }
 KINDS: dict[str, type[Keeps]] = {
     kind.__name__: kind
@@ -404,6 +428,12 @@ def test_hooks_behind_training_find_what_one_process_keeps(
         if ranks == 1 and not arguments.get("weight_sharding"):
             mine = found.value[1]
             assert not list(differences("weights", mine, {key: weights[key] for key in mine}, 1e-9))
+
+
+def test_what_hooks_sum_over_replicas_is_summed_once() -> None:
+    logged, _ = one_process(kept_in_training, None, "Synced", {})
+    for found in run_trainers(kept_in_training, (1, 2), "Synced", {}, devices=2):
+        assert not list(differences("logged", found.value[0], logged, 1e-9)), found.output
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -32,9 +33,9 @@ from lightning_megatron.pipeline.elsewhere.undo import is_equal
 from lightning_megatron.strategy.callbacks.loop_ends import LoopEnds
 from lightning_megatron.strategy.evaluation.collected import Collected
 from lightning_megatron.strategy.evaluation.logged import LoggedInEvaluation
-from lightning_megatron.strategy.evaluation.reading_hooks import names_only_collected, names_read
+from lightning_megatron.strategy.evaluation.reading_hooks import hooks_behind, names_only_collected, names_read
 from lightning_megatron.strategy.evaluation.value_of_replicas import KeptValue
-from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, hook_of
 from lightning_megatron.strategy.loss.over_replicas import unlike_values
 from lightning_megatron.strategy.loss.tables import Name, is_in, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
@@ -53,6 +54,9 @@ class KeptInLoop:
         read: by name of a step, names that hooks behind its loop read.
         ways: by name of a step, how each value that it writes comes together; "" where that is unknown.
         logged: is asked to try the first batch of a loop; ``None`` in training, whose trials go by themselves.
+
+    Attributes:
+        joined: by name of a step, whether its latest loop has kept what is that of all replicas now.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class KeptInLoop:
         self._latest: Traces | None = None
         self._values: dict[Name, KeptValue] = {}
         self._batches: list[dict[Any, float]] = []
+        self.joined: dict[str, bool] = {}
 
     @contextmanager
     def around(self, name: str, batch: Any, loader: Sequence[Any]) -> Iterator[None]:
@@ -99,6 +104,7 @@ class KeptInLoop:
         told = {value: each.tell(self._module, ways[value], self._batches) for value, each in self._values.items()}
         every = [each or {} for each in objects.gather(told or None, self._group)]
         known = [value for value in self._values if all(value in e and e[value].added is not None for e in every)]
+        self.joined[name] = bool(known)
         for value in known:
             self._values[value].put(self._module, [each[value] for each in every], ways[value])
         others = ((value, now) for value, (_, now) in traces.changes().items() if value not in known)
@@ -198,13 +204,14 @@ class KeptForHooks(Callback):
         trials: LossTrials,
     ) -> None:
         read: dict[str, set[str]] = {}
+        self._module, self._group = module, mesh.group("data_parallel")
         self._collected: Collected | None = None
         if mesh.layout.data > 1 and logged.tries:
             callbacks = callbacks_of(trainer)
             others = [callback for callback in callbacks if not isinstance(callback, KeptForHooks)]
             read = {step: names_read(module, others, loop) for step, loop in _LOOPS.items()}
             read["training_step"] = names_only_collected(module, others, read["training_step"])
-            self._collected = Collected(others, module, mesh.group("data_parallel"))
+            self._collected = Collected(others, module, self._group)
             place = 1 + max((at for at, each in enumerate(others) if isinstance(each, LoopEnds)), default=-1)
             callbacks[:] = [*others[:place], self, *others[place:]]
         replicas = trials.replicas
@@ -216,6 +223,20 @@ class KeptForHooks(Callback):
     def __reduce__(self) -> Any:
         """A run belongs to its processes: copies of its Trainer have a callback that does nothing."""
         return Callback, ()
+
+    def is_whole(self, value: Any) -> bool:
+        """Whether a number that the running hook logs to be summed over the replicas is that of all samples already: it
+        is the same on all of them, behind a loop whose values have been put together. Collective over them.
+
+        Args:
+            value: logged.
+        """
+        hook = hook_of(self._module)
+        steps = [step for step, loop in _LOOPS.items() if hook in hooks_behind(loop)]
+        if not any(kept.joined.get(step) for kept in (self.training, self.evaluation) for step in steps):
+            return False
+        told = objects.gather(value.detach().cpu() if isinstance(value, Tensor) else value, self._group)
+        return all(is_equal(told[0], each) for each in told)
 
     def remove(self, trainer: pl.Trainer) -> None:
         """Take it out of the Trainer's callbacks."""

@@ -41,7 +41,7 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
         callbacks: of the Trainer.
         loop: ``train``, ``validation`` or ``test``.
     """
-    hooks = *_behind(loop), *(_LATE if loop == "validation" else ())
+    hooks = hooks_behind(loop)
     owners: list[tuple[Any, Any]] = [(module, None)]
     owners += [(callback, Callback) for callback in foreign_callbacks(callbacks)]
     unaware, aware = set[str](), set[str]()
@@ -145,6 +145,15 @@ def _sets_elsewhere(callback: Callback, hook: str) -> bool:
                 if not (isinstance(owner, ast.Name) and owner.id == "self"):
                     return True
     return False
+
+
+def hooks_behind(loop: str) -> tuple[str, ...]:
+    """Hooks that may read what the steps of a loop have kept.
+
+    Args:
+        loop: ``train``, ``validation`` or ``test``.
+    """
+    return (*_behind(loop), *(_LATE if loop == "validation" else ()))
 
 
 def _behind(loop: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ whole way when it is new to a result collection, and afterwards its value alone 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -85,7 +85,13 @@ def _metric_with_cache(module: pl.LightningModule, name: str, value: Tensor) -> 
     return metric
 
 
-def log_everywhere(module: pl.LightningModule, data_group: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def log_everywhere(
+    module: pl.LightningModule,
+    data_group: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    is_whole: Callable[[Any], bool] | None = None,
+) -> None:
     """``self.log`` outside of a step, made equal over replicas unless the user restricts it to rank zero.
 
     Args:
@@ -93,12 +99,16 @@ def log_everywhere(module: pl.LightningModule, data_group: Any, args: Sequence[A
         data_group: ``None``, for which the strategy takes the replicas' group, or ``ALREADY_REDUCED`` with one replica.
         args: positional arguments of ``self.log``.
         kwargs: its keyword arguments.
+        is_whole: tells whether a value that is to be summed over replicas is that of all samples already; collective
+            over them.
     """
     bound = LOG_SIGNATURE.bind(module, *args, **kwargs)
     bound.apply_defaults()
     options = dict(bound.arguments)
     shared = not options["rank_zero_only"] and not isinstance(options["value"], Metric)
+    summed = operation_of(options["reduce_fx"]) == "sum"
     if shared and not options["sync_dist"]:
-        summed = operation_of(options["reduce_fx"]) == "sum"
         options |= {"sync_dist": True, "sync_dist_group": ALREADY_REDUCED if summed else data_group}
+    elif shared and summed and is_whole is not None and is_whole(options["value"]):
+        options["sync_dist_group"] = ALREADY_REDUCED
     pl.LightningModule.log(**options)

@@ -12,7 +12,7 @@ The module's ``log``, its metrics and the hooks that may log are taken over when
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,9 @@ class LogRouting(Replacement):
         device: this rank's.
         cuts_batches: whether a batch may be cut into micro-batches, so that a metric sees it in parts.
         fits: whether optimizers will step.
+
+    Attributes:
+        is_whole: see :func:`.log_everywhere`; ``None`` where nothing is put together for hooks.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class LogRouting(Replacement):
         fits: bool,
     ) -> None:
         super().__init__(module, "log")
+        self.is_whole: Callable[[Any], bool] | None = None
         self._module, self._engine = module, engine
         self._predicts = trainer.state.fn == TrainerFn.PREDICTING
         self._replicas = None if mesh.layout.data > 1 else ALREADY_REDUCED
@@ -83,7 +87,7 @@ class LogRouting(Replacement):
         if recorder is not None and not in_hook:
             recorder.log(*args, **kwargs)
         elif not any(logs.take(self._module, args, kwargs) for logs in (self._of_updates, self._of_hooks) if logs):
-            log_everywhere(self._module, self._replicas, args, kwargs)
+            log_everywhere(self._module, self._replicas, args, kwargs, self.is_whole)
 
     @contextmanager
     def updating(self) -> Generator[None, None, None]:
