@@ -341,6 +341,19 @@ class ReadsBetween(InTraining):
         return loss * (1.0 + 0.001 * len(self.losses))
 
 
+class ReadsByProperty(InTraining):
+    """Steps read it by a property."""
+
+    @property
+    def seen(self) -> int:
+        """Batches of this epoch."""
+        return len(self.losses)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1.0 + 0.001 * self.seen)
+
+
 class BestInTraining(WithGraph):
     """Keeps the largest mean, which is not made of those of parts."""
 
@@ -356,7 +369,8 @@ class BestInTraining(WithGraph):
 
 
 TRAINED: dict[str, type[Validated]] = {
-    kind.__name__: kind for kind in (InTraining, Synced, NotCleared, WithGraph, ReadsBetween, BestInTraining)
+    kind.__name__: kind
+    for kind in (InTraining, Synced, NotCleared, WithGraph, ReadsBetween, ReadsByProperty, BestInTraining)
 }
 KINDS: dict[str, type[Keeps]] = {
     kind.__name__: kind
@@ -437,7 +451,12 @@ def test_what_hooks_sum_over_replicas_is_summed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("BestInTraining", "best"), pytest.param("ReadsBetween", "losses", marks=WIDE)]
+    ("name", "value"),
+    [
+        ("BestInTraining", "best"),
+        pytest.param("ReadsBetween", "losses", marks=WIDE),
+        pytest.param("ReadsByProperty", "losses", marks=WIDE),
+    ],
 )
 def test_what_steps_of_training_read_or_do_otherwise_is_named(name: str, value: str) -> None:
     found = run_trainers(kept_in_training, (1, 2), name, {}, devices=2, check=False, grace=20.0)

@@ -98,8 +98,11 @@ class PipelineStep:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether the step may return ``None`` before the layers; stages then tell each other, with each boundary."""
-        return self.goes_on is not None or self.name == TRIAL
+        """Whether the step may return ``None`` before the layers; stages then tell each other, with each boundary.
+
+        Not where layers run in micro-batches inside of a whole batch, whose boundaries may be empty.
+        """
+        return self.whole is None and (self.goes_on is not None or self.name == TRIAL)
 
     def differentiate(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """Let autograd run back from tensors, or edges of its graph, with the gradients of each."""

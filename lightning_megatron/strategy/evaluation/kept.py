@@ -210,6 +210,8 @@ class KeptForHooks(Callback):
             callbacks = callbacks_of(trainer)
             others = [callback for callback in callbacks if not isinstance(callback, KeptForHooks)]
             read = {step: names_read(module, others, loop) for step, loop in _LOOPS.items()}
+            if trials.replicas is not None:
+                trials.replicas.read = read["training_step"]
             read["training_step"] = names_only_collected(module, others, read["training_step"])
             self._collected = Collected(others, module, self._group)
             place = 1 + max((at for at, each in enumerate(others) if isinstance(each, LoopEnds)), default=-1)

@@ -12,6 +12,7 @@ its rank, or that updates a metric, which is put together over the replicas by i
 from __future__ import annotations
 
 import ast
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -82,13 +83,23 @@ def names_only_collected(module: pl.LightningModule, callbacks: Iterable[Callbac
     owners += [(module, pl.LightningModule)]
     methods = [(owner, hook) for owner, parent in owners for hook in _overridden(owner, parent) if hook not in behind]
     kinds = {type(child): child for child in module.modules() if child is not module}.values()
-    for owner, hook in (*methods, *((child, "forward") for child in kinds if _is_users(child))):
-        for function in functions_of(owner, hook):
-            used = found.intersection(names_in(function.__code__))
-            if used:
-                definition = definition_of(function)
-                found -= used if definition is None else {name for name in used if not _only_collects(definition, name)}
+    methods += [(child, "forward") for child in kinds if _is_users(child)]
+    functions = [function for owner, hook in methods for function in functions_of(owner, hook)]
+    for function in (*functions, *_getters(module)):
+        used = found.intersection(names_in(function.__code__))
+        if used:
+            definition = definition_of(function)
+            found -= used if definition is None else {name for name in used if not _only_collects(definition, name)}
     return found
+
+
+def _getters(module: pl.LightningModule) -> Iterator[types.FunctionType]:
+    """What properties of the user's are computed by: any code may read them."""
+    kinds = type(module).__mro__[: type(module).__mro__.index(pl.LightningModule)]
+    for value in (value for kind in kinds for value in vars(kind).values()):
+        getter = value.fget if isinstance(value, property) else getattr(value, "func", None)
+        if isinstance(getter, types.FunctionType):
+            yield getter
 
 
 def _overridden(owner: Any, parent: type) -> list[str]:

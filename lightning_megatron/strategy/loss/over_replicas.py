@@ -93,7 +93,8 @@ class OverReplicas:
         group: the replicas.
         unseen: whether this replica's batch looks like none before.
         kept: what the step keeps of each sample for the next.
-        collected: names that only hooks behind the loop read, where what is kept under them comes together.
+        read: names that hooks behind the loop read.
+        collected: those that nothing else reads, where what is kept under them comes together.
         counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
             no message has told.
     """
@@ -103,6 +104,7 @@ class OverReplicas:
         self.group = mesh.group("data_parallel")
         self.unseen, self.kept = False, KeptRows()
         self.counted: tuple[Callable[[Any], float], float] | None = None
+        self.read: Collection[str] = ()
         self.collected: Collection[str] = ()
         self._layers, self._ways = Parts(layers), Narrowed()
         self._told, self._told_untried = set[Name](), False
@@ -160,6 +162,7 @@ class OverReplicas:
         """
         changes = tried.changes(0)
         lasting = traces.lasting(set(changes)) | {name for name, (kind, *_) in kinds.items() if kind in _GROWS}
+        lasting |= {name for name in changes if is_in(name, self.read)}
         rows = self.learn_rows(tried, lasting)
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
         mine: dict[Name, list[Name]] = {}
