@@ -207,13 +207,14 @@ class PipelineExecutor:
     def keep(self, slot: Slot, run: StageRun) -> None:
         """Keep what a forward has left for its backward, and for the piece that follows."""
         step, place, training = self.step, slot.place, self.step.training
-        last = slot.virtual == self._last
-        if training or (slot.onward is None and not last):
-            self.runs[place] = run
-        if last and not training:
-            step.outputs[slot.micro_batch] = run.output
-        if last:
+        if slot.virtual == self._last:
+            if training:
+                self.runs[place] = run
+            else:
+                step.outputs[slot.micro_batch] = run.output
             return
+        if training or slot.onward is None:
+            self.runs[place] = run
         if training:
             self._roots[place] = [get_gradient_edge(tensor) for tensor in run.sent.tensors if tensor.requires_grad]
         if slot.onward is not None:
@@ -311,9 +312,8 @@ class PipelineExecutor:
     def _send_forward(self, slot: Slot) -> None:
         training = self.step.training
         run = self.runs[slot.place] if training else self.runs.pop(slot.place)
-        leaves = run.sent.leaves
-        if not training:
-            leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
+        sent = run.sent.leaves
+        leaves = sent if training else tuple(replace(leaf, requires_grad=False) for leaf in sent)
         told = Announcement(leaves, run.sent.effects, run.sent.forms)
         key = self._key(slot, slot.virtual + 1)
         tells = self._variable_shapes or self.step.may_be_left_out or told.effects is not None

@@ -203,22 +203,20 @@ class KeptForHooks(Callback):
         logged: LoggedInEvaluation,
         trials: LossTrials,
     ) -> None:
-        read: dict[str, set[str]] = {}
+        read, replicas = dict[str, set[str]](), trials.replicas
         self._module, self._group = module, mesh.group("data_parallel")
         self._collected: Collected | None = None
         if mesh.layout.data > 1 and logged.tries:
             callbacks = callbacks_of(trainer)
             others = [callback for callback in callbacks if not isinstance(callback, KeptForHooks)]
             read = {step: names_read(module, others, loop) for step, loop in _LOOPS.items()}
-            if trials.replicas is not None:
-                trials.replicas.read = read["training_step"]
-            read["training_step"] = names_only_collected(module, others, read["training_step"])
+            collected = names_only_collected(module, others, read["training_step"])
+            if replicas is not None:
+                replicas.read, replicas.collected = read["training_step"], collected
+            read["training_step"] = collected  # what steps go on from stays their replica's
             self._collected = Collected(others, module, self._group)
             place = 1 + max((at for at, each in enumerate(others) if isinstance(each, LoopEnds)), default=-1)
             callbacks[:] = [*others[:place], self, *others[place:]]
-        replicas = trials.replicas
-        if replicas is not None:
-            replicas.collected = read.get("training_step", set())
         self.training = KeptInLoop(module, mesh, read, lambda _: {} if replicas is None else replicas.ways)
         self.evaluation = KeptInLoop(module, mesh, read, logged.written, logged)
 

@@ -77,8 +77,9 @@ def names_only_collected(module: pl.LightningModule, callbacks: Iterable[Callbac
         callbacks: of the Trainer.
         names: that the hooks behind training read.
     """
-    behind = _behind("train")
-    found = set(names)
+    behind, found = _behind("train"), set(names)
+    if not found:
+        return found
     owners: list[tuple[Any, type]] = [(each, Callback) for each in foreign_callbacks(callbacks)]
     owners += [(module, pl.LightningModule)]
     methods = [(owner, hook) for owner, parent in owners for hook in _overridden(owner, parent) if hook not in behind]
@@ -150,9 +151,7 @@ def _sets_elsewhere(callback: Callback, hook: str) -> bool:
         definition = definition_of(function)
         for node in ast.walk(definition) if definition is not None else ():
             if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
-                owner: ast.expr = node
-                while isinstance(owner, (ast.Attribute, ast.Subscript)):
-                    owner = owner.value
+                *_, owner = _chain(node)
                 if not (isinstance(owner, ast.Name) and owner.id == "self"):
                     return True
     return False
