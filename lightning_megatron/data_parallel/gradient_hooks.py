@@ -8,6 +8,11 @@ the user's hooks are taken off their parameters while backwards run, and called 
 
 ``register_post_accumulate_grad_hook`` likewise. With hooks, and where other code of the user's looks at gradients then,
 they are summed after every batch of an accumulation, not after the last one only.
+
+``zero_grad`` comes between a step's forward and its backward. Where backwards have run by then, and user code decides
+what is cleared, or looks at what the update before has used, it finds those earlier gradients::
+
+    begin      earlier aside      backward, ...      withdraw   earlier shown      zero_grad      finish    rest added
 """
 
 from __future__ import annotations
@@ -93,6 +98,7 @@ class HookedGradients:
         seen: around the hooks; shows them gradients as one process has them.
         own: how many hooks of its own the sink has on each parameter.
         each: whether other code of the user's looks at ``.grad`` after each batch of an accumulation.
+        keeps: whether gradients of the update before may be looked at behind a step, or outlast its ``zero_grad``.
 
     Attributes:
         sink: as given.
@@ -106,9 +112,11 @@ class HookedGradients:
         own: int,
         *,
         each: bool = False,
+        keeps: bool = False,
     ) -> None:
         self.sink, self._parameters, self._seen, self._own = sink, list(parameters), seen, own
-        self._each = each
+        self._each, self._keeps = each, keeps
+        self._shows, self._shown = False, False  # behind the step; and now
         self._hooked: list[_Hooked] = []
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
         self._without = -1  # hooks registered in this process when parameters were seen to have none of the user's
@@ -128,11 +136,13 @@ class HookedGradients:
         """
         self._put_back()
         left, self._earlier = self._earlier, []  # by a batch whose step returned nothing
-        may_hook = not fresh and (self._each or RemovableHandle.next_id != self._without)
+        keeps = self._shows = bool(fresh) and self._keeps and not self.sink.scatters
+        self._shown = False
+        may_hook = keeps or (not fresh and (self._each or RemovableHandle.next_id != self._without))
         sums = left or [(p, p.grad.clone()) for _, p in self._parameters if p.grad is not None] if may_hook else []
         self.sink.begin(fresh=fresh, reduce=reduce, divide_by=divide_by, scale=scale, once=once)
         hooked = self._find_hooked()
-        if not hooked and not (self._each and (sums or not reduce)):
+        if not hooked and not keeps and not (self._each and (sums or not reduce)):
             return
         if hooked and self.sink.scatters:
             raise RuntimeError(
@@ -162,8 +172,12 @@ class HookedGradients:
         return [hooks for name, p in some if (hooks := _Hooked.on(name, p)) is not None]
 
     def withdraw(self) -> None:
-        """See :class:`GradientSink`."""
+        """Take the gradients out of sight; those of the update before are shown to ``zero_grad`` where it decides."""
         self.sink.withdraw()
+        if self._shows:
+            self._shown = True
+            for parameter, gradient in self._earlier:
+                parameter.grad = gradient
 
     def set_final(self, final: bool | frozenset[int]) -> None:
         """See :class:`GradientSink`."""
@@ -175,6 +189,11 @@ class HookedGradients:
 
     def finish(self) -> None:
         """Wait for the sums, call the hooks, and publish what they made of them."""
+        if self._shown:
+            self._shown = False
+            self._earlier = [(p, p.grad) for _, p in self._parameters if p.grad is not None]
+            for parameter, _ in self._earlier:
+                parameter.grad = None
         self.sink.finish()
         hooked = [entry.as_given() for entry in self._put_back()]
         if not (hooked or self._earlier):
@@ -199,6 +218,15 @@ class HookedGradients:
         for entry in hooked:
             entry.put_back()
         return hooked
+
+    @contextmanager
+    def kept(self) -> Iterator[GradientSink]:
+        """The sink, for gradients that are thrown away; behind them, those of the update before are as they were."""
+        keeps = self._keeps and not self.sink.scatters
+        earlier = [(p, p.grad.clone()) for _, p in self._parameters if keeps and p.grad is not None]
+        yield self.sink
+        for parameter, gradient in earlier:
+            parameter.grad = gradient
 
     def close(self) -> None:
         """Give hooks back after a step that failed."""

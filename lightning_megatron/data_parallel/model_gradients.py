@@ -92,27 +92,26 @@ class ModelGradients:
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, PiecewiseUpdate] = {}
         self._hooked: HookedGradients | None = None
-        self._each = False
+        self._kinds = {"each": False, "keeps": False}
 
     @property
     def sink(self) -> GradientSink:
         """Where gradients collect: buckets, ``.grad`` over several backwards, or ``.grad`` after a single one; with
-        the user's hooks on them, where several backwards or ranks have terms of one gradient.
-        """
+        the user's hooks on them, where several backwards or ranks have terms of one gradient."""
         plain = self.buckets or self.local or self._autograd
         if not self._several:
             return plain
         if self._hooked is None or self._hooked.sink is not plain:
             parameters, own = self._module.named_parameters(), int(plain is self.buckets)
-            self._hooked = HookedGradients(plain, parameters, self._around_hooks, own, each=self._each)
+            self._hooked = HookedGradients(plain, parameters, self._around_hooks, own, **self._kinds)
         return self._hooked
 
     @contextmanager
     def without_hooks(self) -> Iterator[GradientSink]:
         """The sink of gradients that are thrown away, while the user's hooks are off their parameters."""
-        with hooks_off(self._module.named_parameters()):
-            sink = self.sink
-            yield sink.sink if isinstance(sink, HookedGradients) else sink
+        kept = sink.kept() if isinstance(sink := self.sink, HookedGradients) else nullcontext(sink)
+        with hooks_off(self._module.named_parameters()), kept as bare:
+            yield bare
 
     def on_parts(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A step that is tried on parts of a batch, on all replicas at once; see :meth:`.Agreement.on_parts`."""
@@ -146,6 +145,7 @@ class ModelGradients:
         whole: bool,
         watched: bool,
         each: bool = False,
+        keeps: bool = False,
         skips: bool = False,
         watches_weights: bool = False,
         rounds: bool = True,
@@ -161,6 +161,7 @@ class ModelGradients:
             whole: whether an optimizer needs whole parameters.
             watched: whether the user's code looks at ``.grad`` between backward and update.
             each: whether it does so after each batch of those that are accumulated for an update.
+            keeps: whether gradients of the update before may be looked at behind a step, or outlast its ``zero_grad``.
             skips: whether updates may have to be skipped.
             watches_weights: whether the user's code may look at weights between an update and the next step.
             rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
@@ -171,7 +172,7 @@ class ModelGradients:
         self.finish_gather()
         self.close()
         self._release()
-        self._each = each
+        self._kinds = {"each": each, "keeps": keeps}
         parameters, replicas = dict(self._module.named_parameters()), self.replicas
         kinds = {
             holder: Sharing.of_group(group, sharded=group is not None and self._shards(holder), holders=holder)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.harness import RankInfo
@@ -93,6 +94,73 @@ def accumulate(info: RankInfo, layout: Layout | None, arguments: Mapping[str, An
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2, "limit_val_batches": 0}
     state = trained_state(info, layout, arguments, Between(), callbacks=[Behind(), note], **options)
     return [found, state if info.rank == 0 else {}]
+
+
+class Halved(TokenTask):
+    """Lets half of each gradient stay for the next update, and all of it every third time."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and batch_idx % 3:
+                parameter.grad.mul_(0.5)
+
+
+class Zeros(Halved):
+    """Leaves zeros, where parameters go on by their momentum; every other loss does without the head."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        if batch_idx % 2:
+            logits = logits.detach() + self.net.embed(batch[0]).sum(-1, keepdim=True)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+class Before(Halved):
+    """Logs the gradients that the update has used, before they are cleared."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for name in ("embed", "blocks.0", "blocks.3", "head"):
+            gradients = [p.grad.norm() for p in self.net.get_submodule(name).parameters() if p.grad is not None]
+            self.log(name, torch.stack(gradients).norm() if gradients else torch.tensor(0.0))
+
+
+class Outside(Halved):
+    """Updates the head alone: no optimizer clears the gradients of the rest, whose norms are logged."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self.net, 2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.head.parameters(), lr=0.1)
+
+
+CLEARED: dict[str, type[TokenTask]] = {kind.__name__: kind for kind in (Halved, Zeros, Before, Outside)}
+
+
+def cleared(
+    info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str, batches: int
+) -> dict[str, Any]:
+    """What is logged behind each batch, and all weights on rank 0, where ``batches`` make an update."""
+    torch.manual_seed(7)
+    found: list[Any] = []
+    note = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: found.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+    )
+    options: dict[str, Any] = {"accumulate_grad_batches": batches, "max_epochs": 2, "limit_val_batches": 0}
+    state = trained_state(info, layout, arguments, CLEARED[kind](), callbacks=[note], **options)
+    return {"logged": found, "weights": state if info.rank == 0 else {}}
 
 
 class Another(TokenTask):

@@ -53,6 +53,28 @@ def test_hooks_see_sums_behind_each_batch_that_is_accumulated(
         assert not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
+@pytest.mark.parametrize("kind", list(gradients.CLEARED))
+@pytest.mark.parametrize(
+    ("layout", "arguments", "batches"),
+    [
+        ((2, 1), {}, 1),
+        pytest.param((2, 2), {"micro_batch_size": 1}, 2, marks=WIDE),
+        pytest.param((1, 1), {"tensor_parallel_size": 2, "sequence_parallel": True}, 1, marks=WIDE),
+        pytest.param((2, 1), {"pipeline_schedule": "zb-v"}, 1, marks=WIDE),
+        pytest.param((1, 2), {"micro_batch_size": 2}, 2, marks=WIDE),
+        pytest.param((1, 2), {"micro_batch_size": "auto"}, 2, marks=WIDE),
+    ],
+)
+def test_gradients_stay_until_user_code_clears_them(
+    layout: tuple[int, int], arguments: dict[str, object], batches: int, kind: str
+) -> None:
+    reference = run_trainers(gradients.cleared, None, {}, kind, batches, devices=1)[0].value
+    devices = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)  # type: ignore[operator]
+    for outcome in run_trainers(gradients.cleared, layout, arguments, kind, batches, devices=devices):
+        expected = reference if outcome.rank == 0 else {**reference, "weights": {}}
+        assert not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [

@@ -7,6 +7,7 @@ then gradients are all-reduced. Which hooks there are is known when training sta
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from collections.abc import Collection, Iterable, Iterator
@@ -69,6 +70,24 @@ def watches_each_batch(module: pl.LightningModule, callbacks: list[Callback]) ->
         if any(may_call(owner, hook, _READ) for hook in after):
             return True
     return False
+
+
+def sees_earlier_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether user code looks at the gradients of the update before in ``on_before_zero_grad``, or clears them."""
+    if is_overridden("optimizer_zero_grad", module) and not _clears_all(module.optimizer_zero_grad):
+        return True
+    hook = "on_before_zero_grad"
+    others = _others(callbacks)
+    return is_overridden(hook, module) or any(is_overridden(hook, other, parent=Callback) for other in others)
+
+
+def _clears_all(hook: Any) -> bool:
+    """Whether a hook does no more than ``optimizer.zero_grad(set_to_none=True)``, without a condition."""
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    if code is None or not all(value in (None, True) or isinstance(value, (str, tuple)) for value in code.co_consts):
+        return False
+    jumps = any(instruction.opcode in (*dis.hasjrel, *dis.hasjabs) for instruction in dis.get_instructions(code))
+    return not jumps and set(code.co_names) in ({"zero_grad"}, {"super", "optimizer_zero_grad"})
 
 
 def _others(callbacks: Iterable[Callback]) -> list[Callback]:

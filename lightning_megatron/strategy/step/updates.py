@@ -20,9 +20,15 @@ from lightning_megatron.data_parallel.step_guard import NonFinite, StepGuard
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 from lightning_megatron.data_parallel.update.trial import Independence, smallest_independence
 from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.generation.first_try import calls_once
-from lightning_megatron.strategy.lightning.hooks import watches_each_batch, watches_gradients, watches_weights
+from lightning_megatron.strategy.lightning.hooks import (
+    sees_earlier_gradients,
+    watches_each_batch,
+    watches_gradients,
+    watches_weights,
+)
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
 from lightning_megatron.strategy.options import run_checks
@@ -78,13 +84,15 @@ def prepare_updates(
         check_sharders(optimizers, gradients.replicas.shards)
     watches = watches_whole_weights if sharded else watches_weights
     rank, place = processes.mesh.rank, processes.place
+    keeps = _keeps_earlier(module, trainer, optimizers, processes)
     guard = StepGuard(gradients, processes.device, rank, place, nonfinite, loss_scale, rank_zero_info)
     gradients.prepare(
         assembled.groups,
         optimizers,
         whole=least is not Independence.ELEMENT,
         watched=watches_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
-        each=accumulates(trainer) and watches_each_batch(module, callbacks_of(trainer)),
+        each=accumulates(trainer) and (keeps or watches_each_batch(module, callbacks_of(trainer))),
+        keeps=keeps,
         skips=guard.watches,
         watches_weights=watches(module, callbacks_of(trainer)),
         rounds=least is not Independence.NONE,
@@ -93,6 +101,23 @@ def prepare_updates(
         host=host_plan(gradients, module, optimizers, processes, least, assembles=puts_together),
     )
     return guard
+
+
+def _keeps_earlier(
+    module: pl.LightningModule, trainer: pl.Trainer, optimizers: Sequence[Optimizer], processes: Processes
+) -> bool:
+    """Whether gradients of the update before may be seen behind a step, or outlast it; collective over all ranks.
+
+    They outlast it where user code clears them, or no optimizer does: torch's ``zero_grad`` clears what it updates.
+    """
+    callbacks = callbacks_of(trainer)
+    if not module.automatic_optimization or sees_earlier_gradients(module, callbacks):
+        return module.automatic_optimization
+    if not watches_gradients(module, callbacks):
+        return False
+    updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    outside = any(p.requires_grad and id(p) not in updated for p in module.parameters())
+    return any(objects.gather(outside, processes.mesh.group("world")))
 
 
 def _least_independence(
