@@ -147,6 +147,19 @@ class Flattening(Autoencoder):
         return self.down(torch.tanh(self.mix(hidden, hidden))).view_as(x)
 
 
+class Convolving(Autoencoder):
+    """Mixes neighbouring tokens before what is split, as ConvNeXt does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        near = self.norm(self.near(x.transpose(1, 2)).transpose(1, 2))
+        return x + self.down(torch.tanh(self.up(near)))
+
+
 class Stack(nn.Module):
     """Layers of one kind under an embedding, with a residual connection inside the layers' own code or around it."""
 

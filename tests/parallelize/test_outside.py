@@ -24,6 +24,7 @@ from tests.parallelize.models_leaky import (
     Autoencoder,
     CentredGradient,
     Conditions,
+    Convolving,
     Exits,
     Flattening,
     Flow,
@@ -98,6 +99,10 @@ def test_gradients_are_summed_only_where_heads_are_local_or_the_sequence_is_spli
 REFUSED_WITH_SHARDS = {
     "shared": (lambda: Stack(lambda: ScaledAttention()), r"'layers\.0\.shared\.scale' acts on a part of the tokens"),
     "flattened": (lambda: Stack(Flattening), r"tokens are flattened between 'layers\.0\.up', which reads 3 dims"),
+    "convolution before a region": (
+        lambda: Stack(Convolving),
+        r"mixes tokens outside what the plan splits \(what 'layers\.0\.up' is given deviates\)",
+    ),
     "condition used after the layers": (lambda: Conditions(after=True), r"'scale' acts on a part of the tokens"),
 }
 

@@ -3,7 +3,8 @@
 Under sequence parallelism a layer sees ``s/t`` tokens, and only its regions see all tokens. An attention that the plan
 leaves whole would silently attend within its shard. So each kind of layer runs once on the last tokens of the traced
 input (for causal attention, the first tokens would not show a difference), with the recorded outputs of its regions,
-cut to these tokens. This is what the last rank will see; the output must equal the last tokens of the traced output.
+cut to these tokens. This is what the last rank will see; the output must equal the last tokens of the traced output,
+and what the regions are given must equal those of what they were given, since their outputs do not show it.
 """
 
 from __future__ import annotations
@@ -262,15 +263,24 @@ class _Check:
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], answers: dict[str, Any]
     ) -> tuple[str, tuple[int | None, ...]]:
         """The difference, and the dims of tokens in the leaves of the output."""
-        beside = AuxiliaryValues(self._trace.replay(call.name), self.part)
+        beside, unlike = AuxiliaryValues(self._trace.replay(call.name), self.part), list[str]()
+
+        def prepare(copied: nn.Module) -> None:
+            answer(copied, call.name, answers)
+            for name in answers:
+                hook = self._noting_unlike(self._trace.calls[name], unlike)
+                copied.get_submodule(relative(name, call.name)).register_forward_pre_hook(hook, with_kwargs=True)
+
         try:
             beside.note()
             with torch.no_grad():
-                copied, output = beside.replay.run(lambda x: answer(x, call.name, answers), args=args, kwargs=kwargs)
+                copied, output = beside.replay.run(prepare, args=args, kwargs=kwargs)
             got = first_tensor(output)
         except Exception as error:  # the module's code may fail in any way on a shorter sequence
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             return f"{said}; it may read the length outside its attention", ()
+        if unlike:
+            return f"what {unlike[0]!r} is given deviates", ()
         want = first_tensor(self.part(call.output))
         if got.shape != want.shape:
             return f"its output has shape {tuple(got.shape)} instead of {tuple(want.shape)}", ()
@@ -284,6 +294,19 @@ class _Check:
         if name:
             return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is", ()
         return problem, dims
+
+    def _noting_unlike(self, call: Call, unlike: list[str]) -> Callable[..., None]:
+        """A hook that notes a module that is given some tokens, and not the last ones of what it was given."""
+
+        def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            whole = tree_leaves((call.args, call.kwargs))
+            for got, all_tokens in zip(tree_leaves((args, kwargs)), whole, strict=False):
+                want = self.part(all_tokens)
+                some = isinstance(got, Tensor) and isinstance(want, Tensor) and got.shape == want.shape
+                if some and want.shape != all_tokens.shape and not _alike(got, want):
+                    unlike.append(call.name)
+
+        return hook
 
     def _dims_of_tokens(self, output: Any, recorded: Any) -> tuple[tuple[int | None, ...], str]:
         """For each leaf of an output of some tokens, in which dim it has them; and the first that is not theirs."""
