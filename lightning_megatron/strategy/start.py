@@ -65,7 +65,8 @@ def start_run(
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     check_activations_run(options.activation_offload, str(precision.precision), module)
     check_draws_run(options.random_streams, module, processes.mesh.layout)
-    run_checks.check_run(trainer, module, processes.mesh.layout, options.micro_batch_size, options.balance_of)
+    size, tries = options.micro_batch_size, options.whole_batch_loss is not False
+    run_checks.check_run(trainer, module, processes.mesh.layout, size, options.balance_of, tries=tries)
     lightning_state.settle_callbacks(trainer, processes.mesh.layout, bool(options.optimizer_sharding))
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:

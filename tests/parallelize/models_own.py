@@ -95,6 +95,21 @@ class GroupedAttention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
 
 
+class Rows(nn.Module):
+    """Layers without attention, which take a row for each sample as well as rows of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 class BareLayers(nn.Module):
     """Layers that are dictionaries of parts, called one by one by the model; embedding and head tied the other way."""
 

@@ -35,7 +35,7 @@ from tests.parallelize.models import (
     hugging_face,
     tokens,
 )
-from tests.parallelize.models_own import BareLayers, ImageModel, ListLayers, Textbook, TiedWays, Translator
+from tests.parallelize.models_own import BareLayers, ImageModel, ListLayers, Rows, Textbook, TiedWays, Translator
 
 GATHERS = {"phi3", "olmo2", "codegen"}
 NO_SEQUENCE_SHARDS = {"t5"}
@@ -324,6 +324,14 @@ def test_sequence_length_that_does_not_divide_is_refused_with_the_length_to_use(
         module(input_ids=tokens(length=13))
     with pytest.raises(ValueError, match="encoder-decoder"):
         parallelize(hugging_face("t5"), mesh, sequence_parallel=True)
+
+
+@run_ranks(tensor=2)
+def test_layers_that_are_given_no_tokens_are_refused_under_sequence_shards(mesh):
+    module = Rows()
+    parallelize(module, mesh, sequence_parallel=True, example=torch.ones(2, 8, 16))
+    with pytest.raises(ValueError, match=r"'layers\.0' gets a hidden state of shape \(8, 16\)"):
+        module(torch.ones(8, 16))
 
 
 @run_ranks(tensor=2)

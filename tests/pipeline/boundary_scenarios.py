@@ -13,6 +13,7 @@ from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
 from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.data import LENGTH, VOCABULARY
+from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.tasks import TokenTask
 
 
@@ -205,4 +206,23 @@ def choosing_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any
     torch.manual_seed(5)
     trainer = trainer_for(info, layout, arguments, max_steps=4, limit_val_batches=0)
     trainer.fit(Choosing())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Growing(TokenTask):
+    """Reads longer sequences in each epoch, in validation too."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def loss(self, batch: Any) -> Tensor:
+        length = 2 + 2 * self.current_epoch
+        return super().loss((batch[0][:, :length], batch[1][:, :length]))
+
+
+def growing_run(info: RankInfo, layout: Layout | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The last losses of three epochs."""
+    torch.manual_seed(5)
+    trainer = trainer_for(info, layout, arguments, max_epochs=3)
+    trainer.fit(Growing())
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -11,7 +11,7 @@ from lightning_megatron.pipeline.run.links import USUAL_LINKS
 from lightning_megatron.pipeline.schedule import make_schedule
 from tests.harness import run_trainers
 from tests.parity.scenario import Layout, compare_scenario
-from tests.pipeline.boundary_scenarios import choosing_run, dict_run, pair_run, placed_run, writing_run
+from tests.pipeline.boundary_scenarios import choosing_run, dict_run, growing_run, pair_run, placed_run, writing_run
 from tests.pipeline.transfer_scenarios import bytes_sent, held, shapes_sent
 
 ALL_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v")
@@ -53,6 +53,14 @@ def test_layers_may_hand_on_dicts_tuples_integers_and_other_dtypes(
 def test_layers_may_write_into_what_they_are_given(schedule: str, tensor: int, recompute: Any) -> None:
     options = {"pipeline_schedule": schedule, "tensor_parallel_size": tensor, "activation_recompute": recompute}
     compare_scenario(writing_run, (2, 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [((2, 1), "zb-v"), *(pytest.param((4, 1), n, marks=pytest.mark.wide) for n in ("1f1b", "gpipe"))],
+)
+def test_sequences_may_grow_from_epoch_to_epoch(layout: Layout, schedule: str) -> None:
+    compare_scenario(growing_run, layout, pipeline_schedule=schedule, micro_batch_size=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(n, marks=pytest.mark.wide) for n in ALL_SCHEDULES[2:])])

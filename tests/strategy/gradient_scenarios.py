@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -174,11 +175,28 @@ class Another(TokenTask):
             self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
-KINDS: dict[str, type[TokenTask]] = {kind.__name__: kind for kind in (Rebound, Sparse, SparseAdam, Lazy, Another)}
+class Fetches(TokenTask):
+    """Fetches its batches itself."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+    def val_dataloader(self) -> Any:
+        return []
+
+
+KINDS: dict[str, type[TokenTask]] = {
+    kind.__name__: kind for kind in (Rebound, Sparse, SparseAdam, Lazy, Another, Fetches)
+}
 
 
 def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
     """All weights after an epoch, on rank 0."""
+    warnings.filterwarnings("ignore", ".*`dataloader_iter`")  # on purpose
     torch.manual_seed(7)
     return trained_state(
         info, layout, arguments, KINDS[kind](), max_epochs=1 + (kind == "Another"), limit_val_batches=0

@@ -91,6 +91,7 @@ def test_what_replicas_cannot_sum_is_refused(kind: str, complaint: str) -> None:
     ("kind", "complaint", "way_out"),
     [
         ("Another", "SGD is none of the optimizers that `configure_optimizers` has returned", "optimizer_sharding"),
+        ("Fetches", "`training_step(self, dataloader_iter)` fetches its own batches", "whole_batch_loss"),
     ],
 )
 def test_what_replicas_cannot_share_out_is_refused_and_trains_as_it_is_told(

@@ -18,11 +18,11 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "four": ((4, 1), PARTS),
     "interleaved": ((2, 1), INTERLEAVED),
 }
-QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywhere", "later")}
-QUICK |= {("interleaved", "whole"), ("alone", "generators")}
+QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywhere", "later", "entries")}
+QUICK |= {("interleaved", "whole"), ("alone", "generators"), ("alone", "elements")}
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

@@ -108,6 +108,7 @@ class Writes(TokenTask):
         self.slotted, self.rebound, self.found = Slotted(), list[float](), defaultdict[str, list[float]](list)
         self.level, self.first = 1, 0.0
         self.entries: list[dict[str, Any]] = []
+        self.latest, self.last = torch.ones(VOCABULARY, dtype=torch.float64), [1.0] * VOCABULARY
         self.register_buffer("rows", torch.zeros(()))
         CALLS["steps"], Writes.steps = 0, 0
 
@@ -117,6 +118,8 @@ class Writes(TokenTask):
             logits = self.net(batch[0])
             each = functional.cross_entropy(logits.transpose(1, 2), batch[1], reduction="none").mean(1)
             return (each * rows).mean()
+        if self.kind in ("elements", "entries"):
+            return self._by_index(*batch)
         loss = super().training_step(batch, batch_idx)
         if self.kind.startswith("whole"):
             return loss.sqrt() / self.tick()
@@ -159,8 +162,21 @@ class Writes(TokenTask):
             self.first = float(loss.detach()) if self.seen == 2 else self.first
         return loss / factor
 
+    def _by_index(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Weighs samples by their losses when they were seen last; one may come twice in a batch."""
+        each = functional.cross_entropy(self.net(tokens).transpose(1, 2), targets, reduction="none").mean(1)
+        places, before = tokens[:, 0] % 23, self.latest if self.kind == "elements" else torch.tensor(self.last)
+        loss = (each * before.to(each)[places]).mean()
+        if self.kind == "elements":
+            self.latest[places] = each.detach().double()
+        else:
+            for place, value in zip(places.tolist(), each.tolist(), strict=True):
+                self.last[place] = value
+        return loss
+
 
 KINDS = (
+    *("elements", "entries"),
     *("lists", "sums", "assigned", "globals", "objects", "generators", "iterators", "per_sample", "mask"),
     *("between", "everywhere", "whole", "whole_between", "slots", "rebound", "later", "undetached"),
 )

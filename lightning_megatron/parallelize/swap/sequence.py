@@ -38,7 +38,7 @@ from lightning_megatron.parallelize.reading.kinds import hugging_face_models
 from lightning_megatron.parallelize.reading.study import Study
 from lightning_megatron.parallelize.reading.trace import Call, Trace
 from lightning_megatron.parallelize.swap.hooks_on_tokens import TokenHooks
-from lightning_megatron.parallelize.swap.token_edges import LayerEdge, gathered, replace
+from lightning_megatron.parallelize.swap.token_edges import LayerEdge, check_hidden, gathered, replace
 from lightning_megatron.parallelize.trial.mixed_gradients import check_gradients, mixed
 from lightning_megatron.parallelize.trial.outside import partial_outside
 from lightning_megatron.parallelize.trial.tokens import Tokens, check_layers, read_between, root_of
@@ -281,15 +281,8 @@ def _hidden(call: Call) -> Tensor:
 
 
 def _sequence_dim(hidden: Tensor, name: str) -> int:
-    places = [d for d in range(hidden.dim() - 1) if hidden.shape[d] == LENGTH]
-    if hidden.dim() == 3 and not places:
-        return 1
-    if hidden.dim() != 3:
-        raise ValueError(
-            f"`sequence_parallel=True`: {name!r} gets a hidden state of shape {tuple(hidden.shape)}; it needs "
-            "[batch, seq, hidden] or [seq, batch, hidden]."
-        )
-    return places[0]
+    check_hidden(hidden, name)
+    return next((d for d in range(2) if hidden.shape[d] == LENGTH), 1)
 
 
 def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:

@@ -95,7 +95,8 @@ class LayerEdge:
         if self._alone:
             args, kwargs = self._summed(args, kwargs)
         for key in self._tokens.given:
-            args, kwargs = replace(args, kwargs, (key,), self._part)
+            part = self._hidden_part if key == self._tokens.given[0] else self._part
+            args, kwargs = replace(args, kwargs, (key,), part)
         return args, kwargs
 
     def _summed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,6 +109,10 @@ class LayerEdge:
         given = self._tokens.given
         found = tuple(x if key in given else tree_map(summed, x) for key, x in enumerate(args))
         return found, {key: x if key in given else tree_map(summed, x) for key, x in kwargs.items()}
+
+    def _hidden_part(self, x: Tensor) -> Tensor:
+        check_hidden(x, self._stream.name)
+        return self._part(x)
 
     def _part(self, x: Tensor) -> Tensor:
         length, size = x.shape[self._dim], self._group.size()
@@ -130,6 +135,19 @@ class LayerEdge:
             dims = (self._dim, *[None] * (len(leaves) - 1))
         gather = partial(gathered, group=self._group, gather=gather_from_group)
         return tree_unflatten([x if dim is None else gather(x, dim) for x, dim in zip(leaves, dims, strict=True)], form)
+
+
+def check_hidden(x: Tensor, layer: str) -> None:
+    """Refuse to cut what has no tokens.
+
+    Raises:
+        ValueError: with what to change.
+    """
+    if x.dim() != 3:
+        raise ValueError(
+            f"`sequence_parallel=True`: {layer!r} gets a hidden state of shape {tuple(x.shape)}; it needs "
+            "[batch, seq, hidden] or [seq, batch, hidden]. Turn sequence parallelism off for layers without tokens."
+        )
 
 
 def _refuse_other_code(layer: str, root: nn.Module, name: str) -> NoReturn:

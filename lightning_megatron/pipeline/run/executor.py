@@ -81,10 +81,10 @@ class PipelineExecutor:
         self._slot: Slot | None = None
 
     def expect_gradients(self, arriving: float, leaving: float) -> None:
-        """Forget what crosses boundaries if parameters were frozen or unfrozen, or hooks came, up to this stage.
+        """Forget what crosses boundaries if an epoch began, or parameters were frozen or hooks came up to this stage.
 
         Args:
-            arriving: number that stands for what parameters of the stages before are trained, and for their hooks.
+            arriving: number that stands for the epoch, the parameters of the stages before that train, and their hooks.
             leaving: the same, with this stage's.
         """
         if (arriving, leaving) == self._trained:

@@ -195,7 +195,7 @@ class LoggedInEvaluation:
         kinds, *_ = run.written(context.layers, cut=False)
         layers = Parts(context.layers)
         mine = {sendable(value, context.module): ways for value, ways in kinds.items() if value[0] not in layers}
-        grown = {value for value, ways in kinds.items() if "sum" in ways}
+        grown = {value for value, ways in kinds.items() if {"sum", "set"}.intersection(ways)}
         rows = replicas.learn_rows(run, traces.lasting(set(run.changes(0))) - grown)  # of layers on any stage
         uncut = any(objects.gather(bool(rows.difference(kept.names)), context.mesh.group("world")))
         joined = partial(self._joined, outcome, run, joins, batch, name, sees, mine)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -96,7 +97,7 @@ class KeptValue:
             if added is None or (way != "each" and any(len(entries) > 1 for entries in added)):
                 return ToldValue(None)
             return ToldValue(_sent(added), weights, sizes)
-        if way != "sum" or not _is_number(now) or not _is_number(start):
+        if way not in ("sum", "set") or not _is_number(now) or not _is_number(start):
             return ToldValue(None)
         if isinstance(now, Tensor) and isinstance(start, Tensor) and now.shape != start.shape:
             return ToldValue(_sent(self._rows(now, start)), sizes, sizes)
@@ -124,6 +125,11 @@ class KeptValue:
         else:
             grows = isinstance(told[0].added, list)
             added = [_placed(each, now) for each in (_entries(told, "rows") if grows else [e.added for e in told])]
+            if way == "set":  # of an element that several have set, the last one's
+                self._set(
+                    module, now, reduce(lambda one, other: torch.where(other != 0, start + other, one), added, start)
+                )
+                return
             self._set(module, now, torch.cat([start, *added]) if grows else sum(added, start))
 
     def _rows(self, now: Any, before: Any) -> list[Any] | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,11 @@ from lightning_megatron.pipeline.elsewhere.undo import Contents
 from lightning_megatron.strategy.hooks.optimizer_states import StatesInRuns, StateTables, states_of
 
 _RENORMALISES = "aten::embedding_renorm_"
+_ASSIGNS = frozenset(
+    f"aten::{name}{mark}"
+    for name in ("index_put", "index_copy", "index_fill", "masked_fill", "masked_scatter", "scatter", "copy", "where")
+    for mark in ("", "_")
+) | {"aten::_index_put_impl_", "aten::select_scatter", "aten::slice_scatter"}
 _ROOMS = ("data_parallel", "mesh.messages", "strategy.generation")
 _MOVES_WEIGHTS = tuple(f"lightning_megatron.{room}." for room in _ROOMS)
 
@@ -56,6 +62,7 @@ class WeightWrites:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.found: set[WeightName] = set()
+        self._assigned: dict[int, StorageWeakRef] = {}
         self._before: dict[WeightName, Contents] = {}
         self._bound: list[tuple[Tensor, Tensor]] = []
         self._states: StateTables | None = None
@@ -77,12 +84,16 @@ class WeightWrites:
             bound = [(name, w, w.data) for here in places.values() for _, _, name, w in here if stay]
             self._states = self._states or StateTables(self._module)
         try:
-            with _Writes(places, self._note, shortened):
+            with _Writes(places, self._note, shortened, self._assigned):
                 yield
         finally:
             with torch._C.DisableTorchFunctionSubclass():
                 self._note_rebound(bound)
                 self.found |= self._states.changed()
+
+    def assigns(self, tensor: Any) -> bool:
+        """Whether elements of a tensor were given values in the latest run, whatever they were before."""
+        return _is_plain(tensor) and StorageWeakRef(tensor.untyped_storage()).cdata in self._assigned
 
     def _note_rebound(self, bound: Sequence[tuple[WeightName, Tensor, Tensor]]) -> None:
         """Weights that are in other memory than before, by ``weight.data = ...``: no operator has written them."""
@@ -104,7 +115,7 @@ class WeightWrites:
                 self._states.put_back()
             for before in self._before.values():
                 before.rewind()
-        self._before, self._bound, self._states = {}, [], None
+        self._before, self._bound, self._states, self._assigned = {}, [], None, {}
 
     def _note(self, name: WeightName, weight: Tensor) -> None:
         if name not in self._before:
@@ -131,16 +142,21 @@ class _Writes(TorchDispatchMode):
         places: Mapping[int, list[tuple[int, int, WeightName, Tensor]]],
         note: Callable[[WeightName, Tensor], None],
         shortened: set[str],
+        assigned: dict[int, StorageWeakRef],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places, self._note, self._shortened = places, note, shortened
+        self._places, self._note, self._shortened, self._assigned = places, note, shortened, assigned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             for tensor in _written(func, args, kwargs):
                 self._tell(func, tensor)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func._schema.name in _ASSIGNS and _is_plain(result) and _assigns(args, kwargs):
+            holder = StorageWeakRef(result.untyped_storage())
+            self._assigned[holder.cdata] = holder  # no other storage is where this was, as long as it is held
+        return result
 
     def _tell(self, func: Any, tensor: Tensor) -> None:
         if type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__ or tensor.is_meta or not tensor.numel():
@@ -154,6 +170,21 @@ class _Writes(TorchDispatchMode):
             return  # rows that are about to be looked up, each by itself and once
         for name, weight in met:
             self._note(name, weight)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and not value.is_meta
+
+
+def _assigns(args: Any, kwargs: Any) -> bool:
+    """Whether an operator overwrites elements: it neither adds to them nor copies a tensor onto itself, as ``+=`` does
+    behind an integer."""
+    if len(args) < 2 or kwargs.get("accumulate") or "reduce" in kwargs:
+        return False
+    if isinstance(args[-1], str) or (len(args) > 3 and args[3] is True):
+        return False  # `reduce="add"`, `accumulate=True`
+    target, source = args[0], args[1]
+    return not isinstance(source, Tensor) or target.untyped_storage()._cdata != source.untyped_storage()._cdata
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
 _MANY = 8  # samples of which four parts are tried, else two
-_GROWS = ("sum", "each", "total")
+_GROWS = ("sum", "set", "each", "total")
 _ALIKE = 1e-6  # relative, of values that replicas write
 
 

@@ -277,12 +277,11 @@ class Tried:
             cut: whether micro-batches update one metric, and not replicas each its own.
         """
         joins = [
-            Join([self._changes[index] for index in pair], self._changes[both], self._weights(both))
+            Join([self._changes[at] for at in pair], self._changes[both], self._weights(both), self.traces.assigned)
             for both, pair in self._pieces.joins.items()
         ]
-        kinds, writes, unsure = judge(
-            joins, layers, self.traces.lasting({name for found in self._changes for name in found})
-        )
+        lasting = self.traces.lasting({name for found in self._changes for name in found})
+        kinds, writes, unsure = judge(joins, layers, lasting, cut=cut)
         writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or writes
         return kinds, next((spelled(name) for name in sorted(self.traces.weights.found)), writes), unsure
 

@@ -41,6 +41,7 @@ NOT_USERS = _LIGHTNINGS | set(_WHILE_STEPS_RUN)
 
 _APPENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?\.append\(")
 _EXTENDED = re.compile(r"\b\w+\.(\w+)(?:\[[^\]\n]*\])?(?:\.extend\(|\.insert\(|\s*\+=)")
+_ASSIGNED = re.compile(r"\b\w+\.(\w+)\[[^\]\n]*\]+\s*=(?!=)")
 _DEPTH = 3
 _MOST = 5_000  # containers beside the module; more are data that happens to be in reach
 _OUTSIDE = ("global", "globals", "class", "method")
@@ -258,15 +259,18 @@ def sendable(name: Name, root: nn.Module) -> Name:
 
 def appended_names(kind: type) -> list[str]:
     """Attributes that the code of a class and of its bases, apart from libraries, appends to and never extends."""
-    appended: set[str] = set()
-    extended: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.split(".")[0] in ("builtins", "torch", "lightning", "lightning_fabric"):
-            continue
-        source = _source_of(base)
-        appended |= set(_APPENDED.findall(source))
-        extended |= set(_EXTENDED.findall(source))
-    return sorted(appended - extended)
+    source = _source_of_user(kind)
+    return sorted(set(_APPENDED.findall(source)).difference(_EXTENDED.findall(source)))
+
+
+def assigned_names(kind: type) -> set[str]:
+    """Attributes to whose entries the code of a class and of its bases, apart from libraries, assigns."""
+    return set(_ASSIGNED.findall(_source_of_user(kind)))
+
+
+def _source_of_user(kind: type) -> str:
+    bases = (base for base in kind.__mro__ if base.__module__.split(".")[0] not in _LIBRARIES)
+    return "\n".join(map(_source_of, bases))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -29,6 +29,7 @@ from lightning_megatron.strategy.loss.tables import (
     Name,
     Table,
     appended_names,
+    assigned_names,
     tables_beside,
     tables_of_optimizers,
     tables_on,
@@ -54,6 +55,7 @@ class Traces:
     Attributes:
         buffers: names of what is a buffer.
         weights: notes which weights code writes that runs inside of its ``noted()``.
+        assigned: names of tensors, lists and entries of dictionaries that it set, whatever they were before.
         module: as given.
     """
 
@@ -73,13 +75,14 @@ class Traces:
             tables += [*tables_beside(module), *tables_of_optimizers(module)]
             for table in tables:
                 wrap_iterators(table)
-        self.weights, self.module = WeightWrites(module), module
+        self.weights, self.module, self.assigned = WeightWrites(module), module, set[Name]()
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
         self._hooks = KeptHooks(hooks or HookTables(module))
         self._compared = [each for each in self._kept if each[0].name not in metrics] if metrics else self._kept
         self._trainer = getattr(module, "_trainer", None) if beside else None
         self._stops = self._trainer is not None and self._trainer.should_stop
         self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
+        self._entries = assigned_names(type(module)) if beside else set()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
 
     def lasting(self, names: Collection[Name]) -> set[Name]:
@@ -104,6 +107,8 @@ class Traces:
                 if passing or is_equal(before, after):
                     continue  # what has a graph is read in the step, but for lists that the step's own code appends to
                 found[table.name, key] = (before, after)
+                if self.weights.assigns(now) or {table.name, key} & self._entries:
+                    self.assigned.add((table.name, key))
         return found
 
     def rebound(self) -> dict[Name, tuple[MutableMapping[Any, Any], Any]]:

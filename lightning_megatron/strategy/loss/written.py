@@ -6,6 +6,7 @@ each micro-batch finds what the first one found, and what they leave is put toge
 
     self.calls += 1                   the same for every part      as the last one leaves it
     self.right += (p == y).sum()      adds up                      what was there, and the sum of what each has added
+    self.bank[indices] = rows         other elements each          the batch has to stay whole: one may come twice in it
     self.kept.append(loss)            an entry for each            what was there, and their mean, or their sum
     self.kept.extend(rows)            as many as samples           what was there, and all of them
     self.ema = 0.9 * ema + 0.1 * x    none of these                the batch has to stay whole
@@ -33,8 +34,8 @@ Weights = Mapping[Any, Sequence[float]]
 """Ways to weigh the parts of a join: "sizes" (samples), or what counts their targets -> weight of each part."""
 Kinds = tuple[Any, ...]
 """Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one behind the
-other), "total" (of one entry of a list each), "once" (of one of the parts); or a mean, by its way to weigh. The first
-is the usual one."""
+other), "total" (of one entry of a list each), "once" (of one of the parts), "set" (elements, other ones by
+each); or a mean, by its way to weigh. The first is the usual one."""
 
 
 @dataclass
@@ -45,15 +46,17 @@ class Join:
         parts: changes by each of them, from one and the same state.
         whole: changes by all of them.
         weights: by which their means may be weighed; "sizes" is one of them.
+        assigned: tensors whose elements were given values, whatever they were before.
     """
 
     parts: Sequence[Changes]
     whole: Changes
     weights: Weights = field(default_factory=dict)
+    assigned: Collection[Name] = ()
 
 
 def judge(
-    joins: Sequence[Join], layers: Sequence[str] = (), lasting: Collection[Name] = ()
+    joins: Sequence[Join], layers: Sequence[str] = (), lasting: Collection[Name] = (), *, cut: bool = True
 ) -> tuple[dict[Name, Kinds], str, bool]:
     """How what the step writes comes of what its parts write.
 
@@ -61,6 +64,7 @@ def judge(
         joins: what was seen.
         layers: names of modules that may write what depends on their micro-batch.
         lasting: what even these may not: buffers, and what their next call reads.
+        cut: whether the parts are micro-batches, of which two may assign to one element in a later batch.
 
     Returns:
         Name -> how; the name of one value that has to be written by the whole batch, or "": one that layers write
@@ -72,14 +76,18 @@ def judge(
         for name in dict.fromkeys(name for found in (*join.parts, join.whole) for name in found):
             before = next(found[name] for found in (*join.parts, join.whole) if name in found)[0]
             *apart, together = (found[name][1] if name in found else before for found in (*join.parts, join.whole))
-            kinds.setdefault(name, []).append(_kinds_of(before, apart, together, join.weights))
+            ways = _kinds_of(before, apart, together, join.weights)
+            if ways == ("sum",) and name in join.assigned and not _meet(before, apart):
+                ways = ("set",)
+            kinds.setdefault(name, []).append(ways)
             starts.setdefault(name, []).append(before)
     common = {
         name: tuple(kind for kind in found[0] if all(kind in each for each in found)) for name, found in kinds.items()
     }
     alike = {name: found for name, found in common.items() if found}
     inside = Parts(layers)
-    others = [name for name in kinds if name not in alike and (name in lasting or name[0] not in inside)]
+    known = {name for name, ways in alike.items() if not (cut and "set" in ways)}
+    others = [name for name in kinds if name not in known and (name in lasting or name[0] not in inside)]
     others.sort(key=lambda name: name[0] not in inside)
     plain = {name for name, (kind, *_) in alike.items() if kind not in ("same", "once")}
     unsure = any(all(_is_nothing(start) for start in starts[name]) for name in plain)
@@ -89,6 +97,16 @@ def judge(
 def _is_nothing(value: Any) -> bool:
     """Whether a value is zero or empty."""
     return not value.any() if isinstance(value, Tensor) else not value or value is MISSING
+
+
+def _meet(before: Any, apart: Sequence[Any]) -> bool:
+    """Whether several parts change one number, or one element of a list or tensor; or it is none of these, or grows."""
+    if isinstance(before, Tensor):
+        alike = all(now.shape == before.shape for now in apart)
+        return not alike or bool((sum((now != before).int() for now in apart) > 1).any())
+    if isinstance(before, list):
+        return any(sum(now != row[0] for now in row[1:]) > 1 for row in zip(before, *apart, strict=True))
+    return sum(now != before for now in apart) > 1
 
 
 def _kinds_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:

@@ -52,6 +52,8 @@ def check_run(
     layout: Layout,
     micro_batch_size: int | str,
     balance: str | None = None,
+    *,
+    tries: bool = True,
 ) -> None:
     """Refuse what a module or a callback does that this strategy cannot do.
 
@@ -94,6 +96,12 @@ def check_run(
         _check_adapters(module)
     if layout.pipeline > 1 or micro_batch_size != "auto":
         _check_steps(module)
+    elif layout.data > 1 and tries:
+        _check_fetching(
+            module,
+            f"so that nothing tells what its loss is a mean over in those of `data_parallel_size={layout.data}` "
+            "replicas; take a `batch`, or pass `whole_batch_loss=False` if the mean of their losses is meant",
+        )
 
 
 def _check_made(module: pl.LightningModule) -> None:
@@ -154,13 +162,18 @@ def _check_steps(module: pl.LightningModule) -> None:
             "`LightningModule.backward` is overridden, but with micro-batches the schedule runs the backward; remove "
             "the override, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
         )
+    _check_fetching(
+        module,
+        "which cannot be cut into micro-batches; take a `batch`, or use `pipeline_parallel_size=1` and "
+        "`micro_batch_size='auto'`",
+    )
+
+
+def _check_fetching(module: pl.LightningModule, why: str) -> None:
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         function = getattr(module, step)
         if callable(function) and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
-            raise MisconfigurationException(
-                f"`{step}(self, dataloader_iter)` fetches its own batches, which cannot be cut into micro-batches; "
-                "take a `batch`, or use `pipeline_parallel_size=1` and `micro_batch_size='auto'`."
-            )
+            raise MisconfigurationException(f"`{step}(self, dataloader_iter)` fetches its own batches, {why}.")
 
 
 def check_prepared(optimizer: Optimizer, gradients: ModelGradients) -> None:

@@ -286,7 +286,8 @@ class SeveralStages:
         if self._hooks.others:
             self._stage.renew(follows=self._hooks.came)
             self._hooked += self._hooks.came
-        crossing = _crossing(opened.parameters, self._hooked)
+        trainer = getattr(self._module, "_trainer", None)
+        crossing = _crossing(opened.parameters, self._hooked, 0 if trainer is None else trainer.current_epoch)
         mine = [float(checksum(batch)), float(micro_batches), crossing]
         before = opened.links.compare_notes(self._mesh.stage, mine)
         arriving = 0.0 if before is None else before[2]
@@ -358,6 +359,7 @@ class SeveralStages:
             self._opened = None
 
 
-def _crossing(parameters: Iterable[nn.Parameter], hooked: int) -> float:
-    """Number that changes when parameters are frozen or unfrozen, or hooks come: what crosses boundaries may, too."""
-    return float(hash((hooked, *map(attrgetter("requires_grad"), parameters))) % (1 << 32))
+def _crossing(parameters: Iterable[nn.Parameter], hooked: int, epoch: int) -> float:
+    """Number that changes when parameters are frozen or unfrozen, hooks come or an epoch begins, which may have longer
+    sequences than the one before: what crosses boundaries may, too."""
+    return float(hash((hooked, epoch, *map(attrgetter("requires_grad"), parameters))) % (1 << 32))
