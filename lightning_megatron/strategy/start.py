@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron.checkpoints.loading.as_built import note_places
 from lightning_megatron.checkpoints.loading.pretrained import has_start, start_from
 from lightning_megatron.strategy.assembly.alike import synchronize
 from lightning_megatron.strategy.assembly.assembler import Assembler
+from lightning_megatron.strategy.assembly.shared_memory import check_shared_memory
 from lightning_megatron.strategy.callbacks.expert_bias import insert_expert_callbacks
 from lightning_megatron.strategy.callbacks.gradient_norm import insert_gradient_norm
 from lightning_megatron.strategy.callbacks.layer_profile import insert_profile
@@ -67,6 +69,9 @@ def start_run(
     check_draws_run(options.random_streams, module, processes.mesh.layout)
     size, tries = options.micro_batch_size, options.whole_batch_loss is not False
     run_checks.check_run(trainer, module, processes.mesh.layout, size, options.balance_of, tries=tries)
+    engine_options = options.engine(getattr(precision, "layer_dtype", None))
+    fits, again = trainer.state.fn == TrainerFn.FITTING, earlier is not None and earlier.module is module
+    check_shared_memory(module, processes.mesh.layout, engine_options.gradients, fits, again)
     lightning_state.settle_callbacks(trainer, processes.mesh.layout, bool(options.optimizer_sharding))
     remove_loop_ends(trainer)  # a copy of a Trainer has those of the run that it was copied in
     if processes.mesh.layout.world_size > 1:
@@ -79,11 +84,10 @@ def start_run(
         insert_gradient_norm(trainer)
     agree_on_stops(module, processes.mesh)  # before losses of replicas put something around `generate`, too
     syncs = lightning_state.syncs_batch_norm(trainer)
-    if earlier is not None and earlier.module is module:
+    if earlier is not None and again:
         synchronize(module, processes.mesh, wanted=syncs)
         module.to(processes.device)
         return Run(trainer, earlier.assembled, processes, precision, options, io, earlier)
-    engine_options = options.engine(getattr(precision, "layer_dtype", None))
     module_options = options.module(stage_speeds)
     assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
     loads = has_start(module, options.initial_weights)

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from tests.harness import RankInfo
-from tests.parity.scenario import Layout, trained_state
+from tests.parity.scenario import Layout, trained_state, trainer_for
 from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.tasks import TokenTask
 
@@ -189,9 +190,27 @@ class Fetches(TokenTask):
         return []
 
 
-KINDS: dict[str, type[TokenTask]] = {
-    kind.__name__: kind for kind in (Rebound, Sparse, SparseAdam, Lazy, Another, Fetches)
-}
+class Aliased(TokenTask):
+    """A head on the memory of the embedding, with gradients of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.net.head.weight.data = self.net.embed.weight.data
+
+
+_ALL = (Rebound, Sparse, SparseAdam, Lazy, Another, Fetches, Aliased)
+KINDS: dict[str, type[TokenTask]] = {kind.__name__: kind for kind in _ALL}
+
+
+def validate_and_train(info: RankInfo, layout: Layout, arguments: Mapping[str, Any]) -> str:
+    """What training a module says that has been validated."""
+    module, trainer = Aliased(), trainer_for(info, layout, arguments, max_epochs=1)
+    trainer.validate(module, verbose=False)
+    try:
+        trainer.fit(module)
+    except MisconfigurationException as error:
+        return str(error)
+    return "nothing"
 
 
 def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_megatron.strategy.assembly.shared_memory import parameters_on_one_memory
 from lightning_megatron.strategy.logs.metrics import MetricCalls
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
@@ -92,6 +94,11 @@ def test_what_replicas_cannot_sum_is_refused(kind: str, complaint: str) -> None:
     [
         ("Another", "SGD is none of the optimizers that `configure_optimizers` has returned", "optimizer_sharding"),
         ("Fetches", "`training_step(self, dataloader_iter)` fetches its own batches", "whole_batch_loss"),
+        (
+            "Aliased",
+            "`net.embed.weight` and `net.head.weight` are two parameters on the same memory",
+            "optimizer_sharding",
+        ),
     ],
 )
 def test_what_replicas_cannot_share_out_is_refused_and_trains_as_it_is_told(
@@ -104,6 +111,26 @@ def test_what_replicas_cannot_share_out_is_refused_and_trains_as_it_is_told(
     reference = run_trainers(gradients.train, None, {}, kind, devices=1)[0].value
     outcomes = run_trainers(gradients.train, (1, 2), {**arguments, way_out: False}, kind, devices=2)
     assert reference and not list(differences("", outcomes[0].value, reference, 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [((2, 1), {}), pytest.param((1, 1), {"tensor_parallel_size": 2}, marks=WIDE)],
+)
+def test_parameters_on_one_memory_are_validated_where_they_are_not_trained(
+    layout: tuple[int, int], arguments: dict[str, object]
+) -> None:
+    for outcome in run_trainers(gradients.validate_and_train, layout, arguments, devices=2):
+        assert "two parameters on the same memory" in outcome.value, outcome.rank
+
+
+def test_parameters_that_lie_between_each_other_share_no_memory() -> None:
+    table = torch.zeros(6, 8)
+    parts = nn.ParameterDict({"left": table[:, :4], "right": table[:, 4:], "across": table[5].unflatten(0, (2, 4)).T})
+    assert all(part.untyped_storage().data_ptr() == table.data_ptr() for part in parts.values())
+    met = list(parameters_on_one_memory(parts))
+    assert {frozenset(pair) for pair in met} == {frozenset(("left", "across")), frozenset(("right", "across"))}
+    assert not list(parameters_on_one_memory(parts.requires_grad_(False)))
 
 
 def test_a_metric_that_was_called_with_a_loss_is_followed() -> None:
