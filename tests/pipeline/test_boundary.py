@@ -103,10 +103,10 @@ def test_receives_and_outputs_held_do_not_grow_with_the_micro_batches(schedule: 
         assert other.value["outputs"] <= USUAL_LINKS.under_way * 2 * chunks, other.value
 
 
-def test_shapes_travel_once_per_shape_of_micro_batch() -> None:
-    # Rank 1 is the first stage; micro-batches of 3 and 2 samples, and of 1 in the last batch of an epoch. The model's
-    # code has a loop, so it is tried on a micro-batch first.
-    for steps, shapes in ((1, 3), (2, 3), (5, 4)):
+def test_shapes_travel_once_per_shape_of_micro_batch_and_epoch() -> None:
+    # Rank 1 is the first stage; micro-batches of 3 and 2 samples, and of 1 in the last batch of an epoch of three. The
+    # model's code has a loop, so it is tried on a micro-batch first.
+    for steps, shapes in ((1, 3), (2, 3), (3, 4), (5, 6)):
         assert [outcome.value for outcome in run_trainers(shapes_sent, steps, False, devices=2)] == [0, shapes]
     assert run_trainers(shapes_sent, 1, True, devices=2)[1].value == 4, "with variable shapes, with every micro-batch"
 

@@ -235,6 +235,26 @@ class Logging(Keeps):
         self.log("step_loss", self.losses[-1])
 
 
+class ByIndex(Keeps):
+    """Sets what it keeps of a sample at the sample's place."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.placed, self.listed = torch.zeros(97, dtype=torch.float64), [0.0] * 97
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, _ = batch
+        scores = self(x).mean((1, 2))
+        places = (x * torch.arange(1, 1 + x.size(1))).sum(1) % 97
+        self.placed[places] = scores
+        for place, score in zip(places.tolist(), scores.tolist(), strict=True):
+            self.listed[place] = score
+
+    def read(self) -> dict[str, float]:
+        found = {"placed": self.placed, "listed": torch.tensor(self.listed)}
+        return {key: (value.double() * torch.arange(97)).norm() for key, value in found.items()}
+
+
 class Loaders(Keeps):
     """Keeps a list for each of two loaders."""
 
@@ -375,7 +395,7 @@ TRAINED: dict[str, type[Validated]] = {
 KINDS: dict[str, type[Keeps]] = {
     kind.__name__: kind
     for kind in (
-        *(Keeps, ReadByCallback, Gathers, UpdatesMetric, Unclear, Logging, Loaders),
+        *(Keeps, ReadByCallback, Gathers, UpdatesMetric, Unclear, Logging, Loaders, ByIndex),
         *(BehindBatch, ByCallback, BySetting, ByGathering),
     )
 }
@@ -404,8 +424,8 @@ def kept_in_training(info: RankInfo, layout: Layout | None, name: str, arguments
 
 EVERYDAY = (LAYOUTS.index(((1, 2), {})), LAYOUTS.index(((2, 2), {"micro_batch_size": 2})))
 ROWS = [
-    pytest.param(name, layout, arguments, marks=() if name == "Keeps" and number in EVERYDAY else WIDE)
-    for name in ("Keeps", "ReadByCallback", "Gathers", "UpdatesMetric", "Logging", "Loaders")
+    pytest.param(name, layout, arguments, marks=() if name in ("Keeps", "ByIndex") and number in EVERYDAY else WIDE)
+    for name in ("Keeps", "ReadByCallback", "Gathers", "UpdatesMetric", "Logging", "Loaders", "ByIndex")
     for number, (layout, arguments) in enumerate(LAYOUTS)
 ]
 

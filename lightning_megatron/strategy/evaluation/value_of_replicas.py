@@ -25,6 +25,8 @@ from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal, refill
 from lightning_megatron.strategy.loss.tables import Table, found_again
 from lightning_megatron.strategy.loss.written import merged, total
 
+_PLACES = ("sum", "set")  # ways in which entries stay where they are
+
 
 @dataclass
 class ToldValue:
@@ -89,7 +91,7 @@ class KeptValue:
             return ToldValue(now - start if isinstance(start, set) else now)
         if isinstance(now, (list, deque)):
             before = start if isinstance(start, LISTS) else []
-            if way == "sum":
+            if way in _PLACES:
                 alike = len(now) == len(before) and all(map(_is_number, (*now, *before)))
                 return ToldValue([entry - old for entry, old in zip(now, before, strict=True)] if alike else None)
             added = self._rows(list(now), list(before))
@@ -97,7 +99,7 @@ class KeptValue:
             if added is None or (way != "each" and any(len(entries) > 1 for entries in added)):
                 return ToldValue(None)
             return ToldValue(_sent(added), weights, sizes)
-        if way not in ("sum", "set") or not _is_number(now) or not _is_number(start):
+        if way not in _PLACES or not _is_number(now) or not _is_number(start):
             return ToldValue(None)
         if isinstance(now, Tensor) and isinstance(start, Tensor) and now.shape != start.shape:
             return ToldValue(_sent(self._rows(now, start)), sizes, sizes)
@@ -116,21 +118,22 @@ class KeptValue:
             refill(now, now.union(*(each.added for each in told)))
         elif isinstance(now, (list, deque)):
             before = list(start) if isinstance(start, LISTS) else []
-            if way == "sum":
+            if way in _PLACES:
                 rows = zip(before, *(_placed(each.added, now) for each in told), strict=True)
-                refill(now, [sum(deltas, entry) for entry, *deltas in rows])
+                refill(now, [sum(_counting(deltas, way), entry) for entry, *deltas in rows])
             else:
                 entries = _entries(told, way)
                 refill(now, [*before, *(_placed(entry, now[-1]) for entry in entries)] if len(now) else before)
         else:
             grows = isinstance(told[0].added, list)
             added = [_placed(each, now) for each in (_entries(told, "rows") if grows else [e.added for e in told])]
-            if way == "set":  # of an element that several have set, the last one's
-                self._set(
-                    module, now, reduce(lambda one, other: torch.where(other != 0, start + other, one), added, start)
-                )
-                return
-            self._set(module, now, torch.cat([start, *added]) if grows else sum(added, start))
+            if grows:
+                value = torch.cat([start, *added])
+            elif way == "set" and isinstance(start, Tensor):
+                value = reduce(lambda one, other: torch.where(other != 0, start + other, one), added, start)
+            else:
+                value = sum(_counting(added, way), start)
+            self._set(module, now, value)
 
     def _rows(self, now: Any, before: Any) -> list[Any] | None:
         """What each batch has added at the end; ``None`` if anything else was done."""
@@ -170,6 +173,11 @@ def _placed(value: Any, like: Any) -> Any:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     places = iter(devices if len(devices) == len(tensors) else devices[:1] * len(tensors))
     return map_tensors(value, lambda tensor: tensor.to(next(places, tensor.device)))
+
+
+def _counting(changes: Sequence[Any], way: Any) -> Sequence[Any]:
+    """Of what replicas have changed a number by, all that adds up, or the last one's that has set it."""
+    return [change for change in changes if change][-1:] if way == "set" else changes
 
 
 def _entries(told: Sequence[ToldValue], way: Any) -> list[Any]:
