@@ -405,6 +405,16 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     assert judge([begun]) == ({}, "right", False) and judge([shut]) == ({}, "right", False)
 
 
+def test_entries_that_parts_set_are_no_sums_until_two_of_them_add_to_one() -> None:
+    sums, start = ("sums", None), [torch.zeros(2), torch.ones(2)]
+    first = [{sums: (start, [torch.ones(2), start[1]])}, {sums: (start, [start[0], 2 * start[1]])}]
+    apart = Join(first, {sums: (start, [torch.ones(2), 2 * start[1]])}, assigned={sums})
+    assert judge([apart]) == ({sums: ("set",)}, "sums", False)
+    assert judge([apart], cut=False)[1] == "" and judge([Join(apart.parts, apart.whole)])[0] == {sums: ("sum",)}
+    both = Join([first[0]] * 2, {sums: (start, [2 * torch.ones(2), start[1]])}, assigned={sums})
+    assert judge([both])[0] == {sums: ("sum",)}
+
+
 class Ways(Callback):
     """Notes in how many micro-batches the layers ran where the loss was one of the whole batch."""
 

@@ -46,7 +46,7 @@ class Join:
         parts: changes by each of them, from one and the same state.
         whole: changes by all of them.
         weights: by which their means may be weighed; "sizes" is one of them.
-        assigned: tensors whose elements were given values, whatever they were before.
+        assigned: tensors, lists and numbers in dictionaries that were set, whatever they were before.
     """
 
     parts: Sequence[Changes]
@@ -105,7 +105,7 @@ def _meet(before: Any, apart: Sequence[Any]) -> bool:
         alike = all(now.shape == before.shape for now in apart)
         return not alike or bool((sum((now != before).int() for now in apart) > 1).any())
     if isinstance(before, list):
-        return any(sum(now != row[0] for now in row[1:]) > 1 for row in zip(before, *apart, strict=True))
+        return any(_meet(row[0], row[1:]) for row in zip(before, *apart, strict=True))
     return sum(now != before for now in apart) > 1
 
 
