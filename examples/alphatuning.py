@@ -3,8 +3,8 @@
 Each row of a weight is a sum of ``--bits`` rows of signs, each times a scale (binary-coding quantisation, equation 1).
 Signs and all scales but those of the first bit are frozen and shared between tasks; what a task trains, keeps and has
 optimizer state for is one number per row of each layer. Stages and replicas need to know nothing of it: frozen weights
-have no gradients, so nothing is reduced or updated for them on any rank. Layers of this kind are not split over tensor
-ranks.
+have no gradients, so nothing is reduced or updated for them on any rank. Tensor ranks have slices of the signs and the
+scales, which are found by what they do: features of a layer's output, or of its input, go with a dim of each.
 
     python examples/alphatuning.py                            # a tiny Llama with random weights, 2 stages x 2 replicas
     python examples/alphatuning.py --model path/to/model --data texts.jsonl --pipeline 4 --data-parallel 2 --bits 3
@@ -162,7 +162,7 @@ def load_rows(args: argparse.Namespace) -> tuple[list[list[int]], Any]:
 def parse_arguments() -> argparse.Namespace:
     """The command line; ``--help`` shows it in groups with defaults."""
     parser, task = make_parser(
-        "Training of the scales of a quantised model with pipeline x data parallelism.", builds="a small Llama"
+        "Training of the scales of a quantised model with tensor x pipeline x data parallelism.", builds="a small Llama"
     )
     task.add_argument("--data", type=Path, metavar="FILE", help="JSON lines; without it, texts count up")
     task.add_argument("--texts", type=int, default=240, help="texts to make up without --data")

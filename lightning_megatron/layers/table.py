@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 
@@ -56,7 +56,7 @@ def replicated_table(module: nn.Module, sums_gradient: bool = False) -> ShardTab
 
 
 def apply_specs(module: nn.Module, table: Mapping[str, ParameterSharding]) -> ShardTable:
-    """Reduce the parameters in ``table`` to their local slices, in place.
+    """Reduce the parameters, and buffers, in ``table`` to their local slices, in place.
 
     The parameter objects stay the same, so tied modules, optimizers and lists of parameters still refer to them. A
     parameter that is already local, because a tied module was split before, is not changed. Gradients of parameters
@@ -73,7 +73,8 @@ def apply_specs(module: nn.Module, table: Mapping[str, ParameterSharding]) -> Sh
         ValueError: a parameter has neither its logical nor its local shape.
     """
     for name, sharding in table.items():
-        parameter, spec = module.get_parameter(name), sharding.spec
+        (path, _, leaf), spec = name.rpartition("."), sharding.spec
+        parameter: Tensor = getattr(module.get_submodule(path), leaf)
         if tuple(parameter.shape) == spec.global_shape:
             if not spec.is_whole:
                 with torch.no_grad():

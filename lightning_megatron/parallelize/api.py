@@ -202,6 +202,7 @@ def _fill(module: nn.Module, report: ParallelReport, builder: Builder, sequence:
             by_identity.setdefault(id(parameter), ParameterSharding(report.parameters[name].spec, True))
     for name, parameter in names:
         report.parameters[name] = by_identity.get(id(parameter), report.parameters[name])
+    report.buffers = {name: entry for name, entry in builder.table.items() if name not in report.parameters}
     report.rows += builder.rows
 
 

@@ -23,6 +23,7 @@ class ParallelReport:
         sequence_parallel: whether activations between regions are split along the sequence.
         parameters: every parameter by its name in the module (all names of tied parameters): its `ShardSpec`, and
             whether its gradient is a partial sum that must be summed over the tensor group once.
+        buffers: every buffer that is split, by its name, likewise.
         rows: the plan, one row per module.
         notes: remarks about the whole plan.
     """
@@ -31,6 +32,7 @@ class ParallelReport:
     tensor_parallel_size: int
     sequence_parallel: bool = False
     parameters: ShardTable = field(default_factory=dict)
+    buffers: ShardTable = field(default_factory=dict)
     rows: list[ModuleRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -360,3 +360,32 @@ class MeanOfTokens(nn.Module):
 
 
 LEAKY = (Autoencoder, KeepsHidden, CountsActive, ProbesHidden, TrainingNorm, CentredGradient, ScaledAttention)
+
+
+class MixedByTable(nn.Module):
+    """Layers whose tokens are mixed, in a module of its own, by a trained table that all of them are given."""
+
+    class Mix(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            length = x.shape[1]
+            return table[:length, :length].softmax(-1) @ x
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.up, self.down = MixedByTable.Mix(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            x = x + self.mix(x, table)
+            return x + self.down(F.gelu(self.up(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(50, WIDTH), nn.ModuleList(MixedByTable.Layer() for _ in range(2))
+        self.table = nn.Parameter(torch.rand(64, 64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x

@@ -144,6 +144,7 @@ ADAPTERS = {
     "kept head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "vocabulary": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "weight-decomposed": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
+    "weight-decomposed, all": {"target_modules": "all-linear", "use_dora": True},
 }
 
 
@@ -164,6 +165,12 @@ def test_a_model_with_adapters_matches_one_process(mesh: Any, kind: str) -> None
 @run_ranks(tensor=2)
 def test_a_model_with_adapters_and_sequence_shards_matches_one_process(mesh: Any) -> None:
     compare(adapted("all"), mesh, ids=random_ids(), sequence_parallel=True)
+
+
+@pytest.mark.parametrize("kind", ["weight-decomposed", "weight-decomposed, all"])
+@run_ranks(tensor=2)
+def test_layers_called_with_what_has_no_tokens_get_all_of_them_under_sequence_shards(mesh: Any, kind: str) -> None:
+    compare(adapted(kind), mesh, ids=random_ids(), sequence_parallel=True)
 
 
 def random_ids() -> Tensor:

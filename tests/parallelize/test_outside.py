@@ -30,6 +30,7 @@ from tests.parallelize.models_leaky import (
     Flow,
     GatedByInput,
     MeanOfTokens,
+    MixedByTable,
     Penalised,
     ScaledAttention,
     Stack,
@@ -103,6 +104,7 @@ REFUSED_WITH_SHARDS = {
         lambda: Stack(Convolving),
         r"mixes tokens outside what the plan splits \(what 'layers\.0\.up' is given deviates\)",
     ),
+    "table that mixes tokens": (MixedByTable, r"'layers\.0\.mix' mixes tokens, is not split, and is given something"),
     "condition used after the layers": (lambda: Conditions(after=True), r"'scale' acts on a part of the tokens"),
 }
 

@@ -99,14 +99,14 @@ def test_replicated_key_value_heads_are_whole_and_their_gradients_summed():
     assert report.parameters[name].replicated and name in report.partial_gradients
 
 
-def test_attention_left_whole_is_refused_under_sequence_shards():
+def test_attention_left_whole_gets_all_tokens_under_sequence_shards():
     plan = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
-    assert explain(hugging_face("llama"), 2, plan).source == "argument"
-    with pytest.raises(ValueError, match=r"model\.layers\.0.* mixes tokens"):
-        explain(hugging_face("llama"), 2, plan, sequence_parallel=True)
-    plan = {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise"}
-    with pytest.raises(ValueError, match=r"transformer\.h\.0.* mixes tokens.*deviates"):
-        explain(NanoGPT(), 2, plan, sequence_parallel=True)
+    report = explain(hugging_face("llama"), 2, plan, sequence_parallel=True)
+    assert {row.name for row in report.rows if row.style == "all tokens"} == {
+        f"model.layers.{index}.self_attn" for index in range(2)
+    }
+    split = set(report.partial_gradients)
+    assert "model.layers.0.input_layernorm.weight" in split and "model.layers.0.self_attn.q_proj.weight" not in split
 
 
 def test_own_plan_of_experts_only_leaves_the_attention_to_the_rules():

@@ -29,12 +29,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-recompute": (2, {"data_parallel_size": 2, "activation_recompute": "full"}),
     "tp2": (2, {"tensor_parallel_size": 2}),
     "sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "sp-whole-attention": (
+        2,
+        {
+            "tensor_parallel_size": 2,
+            "sequence_parallel": True,
+            "tensor_parallel_plan": {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"},
+        },
+    ),
     "tp2xpp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}),
     "cp2": (2, {"context_parallel_size": 2}),
     "zero3": (2, {"data_parallel_size": 2, "weight_sharding": True}),
 }
 EVERYDAY = {
-    "dropouts": ("pp2-mb2", "zb-v", "dp2xpp2", "sp", "cp2", "recompute"),
+    "dropouts": ("pp2-mb2", "zb-v", "dp2xpp2", "sp", "sp-whole-attention", "cp2", "recompute"),
     "diffusion": ("mb2", "pp2-recompute", "pp2-mb3", "interleaved", "dp2"),
 }
 
@@ -64,7 +72,7 @@ def compare(name: str, layout: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(outcomes[0].value.weights[key], weight, rtol=1e-9, atol=1e-9, msg=key)
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, rows in EVERYDAY.items() for layout in rows])
 def test_a_layout_draws_what_one_process_draws(name: str, layout: str) -> None:
     compare(name, layout, {})

@@ -23,10 +23,11 @@ from lightning_megatron.parallelize.plan.blueprint import Blueprint, ColumnCut, 
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.source import check_styles, styles_of
 from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.divisible import divisible
 from lightning_megatron.parallelize.reading.heads import tensor_arguments
 from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.parallelize.reading.kinds import is_attention
-from lightning_megatron.parallelize.reading.low_rank import base_of, sizes_of, splits_like_linear, structure_of
+from lightning_megatron.parallelize.reading.low_rank import sizes_of, splits_like_linear, structure_of
 from lightning_megatron.parallelize.reading.study import Rename, Study
 from lightning_megatron.parallelize.reading.trace import Trace
 from lightning_megatron.parallelize.trial.readers import (
@@ -80,6 +81,8 @@ def draw_up(
     _settle_regions(module, blueprint, parts)
     split_vocabulary(module, blueprint)
     blueprint.styles = without_idle_sums(blueprint.styles, module, blueprint.regions, trace)
+    cuts = {name: divisible(module.get_submodule(name)) for name in blueprint.styles}
+    blueprint.products = {name: cut for name, cut in cuts.items() if cut is not None}
     return blueprint
 
 
@@ -215,7 +218,7 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
     packed: bool | None = None
     if blueprint.source == "argument":
         packed = any(blueprint.styles[name] is Style.PACKED_COLWISE for name in region.columns)
-    if blueprint.trace is None or base_of(module.get_submodule(region.row)).get_parameter("weight").is_meta:
+    if blueprint.trace is None or any(p.is_meta for p in module.get_submodule(region.row).parameters()):
         return replace(region, cuts=next(proposals(module, region, parts, packed)), note="not tried: no example input")
     found, reason = _settle(module, region, blueprint.trace, parts, packed)
     if found is not None:
@@ -345,6 +348,7 @@ def carried_over(blueprint: Blueprint, study: Study, module: nn.Module) -> Bluep
         styles={original: style for name, style in blueprint.styles.items() for original in study.originals(name)},
         regions=sorted(regions, key=lambda region: order[region.row]),
         heads={original for name in blueprint.heads for original in study.originals(name)},
+        products={original: cut for name, cut in blueprint.products.items() for original in study.originals(name)},
     )
 
 

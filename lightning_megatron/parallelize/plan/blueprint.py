@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_megatron.mesh.parts.boxes import Range, block_range
 from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.divisible import Divisible
 from lightning_megatron.parallelize.reading.heads import HeadSizes
 from lightning_megatron.parallelize.reading.trace import Trace
 
@@ -112,6 +113,7 @@ class Blueprint:
         styles: style of every module that changes, by name.
         regions: pairs of column- and row-parallel layers, with their final cuts.
         heads: names of vocabulary heads.
+        products: of modules that are cut like a linear layer, how their tensors are cut.
         trace: the trace of the module, if it could be run.
         untraced: the reason why it could not be run.
     """
@@ -120,5 +122,6 @@ class Blueprint:
     styles: dict[str, Style]
     regions: list[Region] = field(default_factory=list)
     heads: set[str] = field(default_factory=set)
+    products: dict[str, Divisible] = field(default_factory=dict)
     trace: Trace | None = None
     untraced: str = ""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import Range
 from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.divisible import divisible
 from lightning_megatron.parallelize.reading.kinds import behaves_like_linear, is_linear, is_transposed, linear_sizes
 from lightning_megatron.parallelize.reading.replay import Prepare, Replay
 
@@ -73,18 +74,24 @@ def low_rank(module: nn.Module) -> LowRank | None:
 
 
 def is_splittable(module: nn.Module) -> bool:
-    """Whether this is a linear layer, with or without low-rank updates."""
-    return is_linear(module) or low_rank(module) is not None
+    """Whether this is a linear layer, with or without low-rank updates, or is cut like one."""
+    return is_linear(module) or is_one_product(module)
+
+
+def is_one_product(module: nn.Module) -> bool:
+    """Whether several tensors or layers together are split like one linear layer."""
+    return low_rank(module) is not None or divisible(module) is not None
 
 
 def splits_like_linear(module: nn.Module) -> bool:
     """Whether the module computes what a linear layer does, with or without low-rank updates."""
-    return behaves_like_linear(module) if is_linear(module) else low_rank(module) is not None
+    return behaves_like_linear(module) if is_linear(module) else is_one_product(module)
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear layer, with or without low-rank updates."""
-    return linear_sizes(base_of(module))
+    """Input and output features of a linear layer, with or without low-rank updates, or of what is cut like one."""
+    cut = None if is_linear(module) else divisible(module)
+    return linear_sizes(base_of(module)) if cut is None else cut.sizes
 
 
 def base_of(module: nn.Module) -> nn.Module:

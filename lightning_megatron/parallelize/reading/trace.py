@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.mesh.autograd import graph_behind
 from lightning_megatron.mesh.parts.names import lies_in
+from lightning_megatron.parallelize.reading.divisible import divisible
 from lightning_megatron.parallelize.reading.kinds import is_attention, is_table
 from lightning_megatron.parallelize.reading.low_rank import is_splittable, low_rank
 from lightning_megatron.parallelize.reading.replay import Replay
@@ -175,9 +176,9 @@ def is_tagged(module: nn.Module) -> bool:
 
 
 def _tagged_names(module: nn.Module) -> set[str]:
-    """Names of the nodes of the graph of layers; a layer and its low-rank updates are one node."""
-    updated = [name for name, part in module.named_modules() if low_rank(part) is not None]
-    inside = {name for name, _ in module.named_modules() for outer in updated if name != outer and lies_in(name, outer)}
+    """Names of the nodes of the graph of layers; what is split like one layer is one node."""
+    joined = [name for name, part in module.named_modules() if low_rank(part) or (name and divisible(part))]
+    inside = {name for name, _ in module.named_modules() for outer in joined if name != outer and lies_in(name, outer)}
     return {name for name, part in module.named_modules() if name not in inside and is_tagged(part)}
 
 

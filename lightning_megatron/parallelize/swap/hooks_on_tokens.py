@@ -15,7 +15,7 @@ a region, each rank adds a share of it; what the hook returns in front of a regi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,10 +55,11 @@ class TokenHooks:
         """Say what a layer is given, of which all tokens are here, or a part."""
         self._length = hidden.shape[self._dim] // (self._group.size() if whole else 1)
 
-    def put(self, layer: nn.Module) -> None:
-        """Take the place of the hooks in a layer."""
+    def put(self, layer: nn.Module, whole: Sequence[nn.Module] = ()) -> None:
+        """Take the place of the hooks in a layer, but for those of modules that get all tokens."""
         self._layers.add(id(layer))
-        for part in layer.modules():
+        apart = {id(part) for module in whole for part in module.modules()}
+        for part in (part for part in layer.modules() if id(part) not in apart):
             for hooks, forward in ((part._forward_pre_hooks, False), (part._forward_hooks, True)):
                 for key, hook in hooks.items():
                     if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_OURS):

@@ -28,7 +28,7 @@ from lightning_megatron.mesh.messages.collectives import copy_to_group
 from lightning_megatron.mesh.parts.boxes import ShardSpec, block_range
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.mesh.pickling import RankHook
-from lightning_megatron.parallelize.plan.blueprint import Blueprint, Region
+from lightning_megatron.parallelize.plan.blueprint import Blueprint, ColumnCut, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.heads import slice_arguments, tensor_arguments
@@ -40,7 +40,9 @@ from lightning_megatron.parallelize.reading.kinds import (
     local_class,
 )
 from lightning_megatron.parallelize.reading.low_rank import structure_of
+from lightning_megatron.parallelize.swap import divided
 from lightning_megatron.parallelize.swap.cached_heads import cutting_hook
+from lightning_megatron.parallelize.swap.divided import ByInput, ByOutput
 from lightning_megatron.parallelize.swap.sequence import SequencePlan
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
@@ -93,17 +95,13 @@ class Builder:
             stream = RankStream(region.row, *ranks, heads=heads, switches=sequence is None)
         dims = (None, None) if sequence is None else sequence.dims(region)
         brought_in = sequence is not None and sequence.enters_above(region)
-        updated = any(self._updates[name] is not None for name in region.columns)
+        updated = any(self._updates[name] is not None or name in self.blueprint.products for name in region.columns)
         entry = ColumnEntry(self.group, dims[0], None if updated else stream, reduces=not brought_in)
         for name in region.columns:
             self._column(region, name, entry)
             if stream is not None and updated:
                 _whole_inside(self.module.get_submodule(name), stream)
-        layer = self._twin(self._base(region.row), RowParallelLinear)
-        table = layer.shard_(
-            self.group, split_input=region.gathered, scatter_dim=dims[1], stream=stream, entries=[entry]
-        )
-        self._split_inputs_of_updates(region.row, region.gathered, dims[1])
+        table = self._row(region.row, split_input=region.gathered, scatter_dim=dims[1], stream=stream, entries=[entry])
         ends = "all-reduce" if sequence is None else "reduce-scatter"
         back = " ".join(
             filter(None, ("all-gather" if region.gathered else "", "all-gather" if dims[1] is not None else ""))
@@ -131,15 +129,35 @@ class Builder:
         """The sequence plan if it splits the region, else None."""
         return self.sequence if self.sequence is not None and self.sequence.splits(region) else None
 
+    def _row(self, name: str, *, split_input: bool, scatter_dim: int | None = None, **end: Any) -> ShardTable:
+        """Split a layer by its input; ``end``: the stream and the shared inputs of the region that it ends."""
+        if name in self.blueprint.products:
+            cut, stream, entries = self.blueprint.products[name], end.get("stream"), end.get("entries", ())
+            how = ByInput(self.group, split_input, scatter_dim, cut.adds, stream, entries)
+            return divided.split_input(self.module.get_submodule(name), cut, how)
+        layer = self._twin(self._base(name), RowParallelLinear)
+        table: ShardTable = layer.shard_(self.group, split_input=split_input, scatter_dim=scatter_dim, **end)
+        self._split_inputs_of_updates(name, split_input, scatter_dim)
+        return table
+
+    def _product(self, name: str, entry: ColumnEntry, gathered: bool, cut: ColumnCut) -> ShardTable:
+        """Split what multiplies by no weight by its output."""
+        rows = cut.ranges(self.group.size(), self.group.rank()) if cut.keeps_parameter else None
+        how = ByOutput(self.group, entry.gather_dim, entry.reduces, gathered, rows)
+        return divided.split_output(self.module.get_submodule(name), self.blueprint.products[name], how, cut.segments)
+
     def _column(self, region: Region, name: str, entry: ColumnEntry) -> None:
-        layer, cut = self._twin(self._base(name), ColumnParallelLinear), region.cuts[name]
-        options: dict[str, Any] = {"output": "gather" if region.gathered else "split"}
-        if cut.keeps_parameter:
-            options["rows"] = cut.ranges(self.group.size(), self.group.rank())
+        cut = region.cuts[name]
+        if name in self.blueprint.products:
+            table = self._product(name, entry, region.gathered, cut)
         else:
-            options["segments"] = cut.segments
-        table = layer.shard_(self.group, entry=entry, **options)
-        self._split_outputs_of_updates(name, entry, options)
+            options: dict[str, Any] = {"output": "gather" if region.gathered else "split"}
+            if cut.keeps_parameter:
+                options["rows"] = cut.ranges(self.group.size(), self.group.rank())
+            else:
+                options["segments"] = cut.segments
+            table = self._twin(self._base(name), ColumnParallelLinear).shard_(self.group, entry=entry, **options)
+            self._split_outputs_of_updates(name, entry, options)
         first = name == region.columns[0]
         sequence = self._sequence_of(region)
         forward = ["all-gather"] if first and sequence is not None else []
@@ -202,7 +220,11 @@ class Builder:
 
     def _single(self, name: str, style: Style) -> None:
         """Split a module that belongs to no region."""
-        if style.is_column:
+        if style.is_column and name in self.blueprint.products:
+            cut = ColumnCut.blocks(self.blueprint.products[name].sizes[1])
+            table = self._product(name, ColumnEntry(self.group), True, cut)
+            self._record(name, style, table, "all-gather output", "all-reduce", "")
+        elif style.is_column:
             layer = self._twin(self._base(name), ColumnParallelLinear)
             vocabulary = name in self.blueprint.heads
             entry = ColumnEntry(self.group)
@@ -211,8 +233,7 @@ class Builder:
             note = "logits stay split" if vocabulary else ""
             self._record(self._base(name), style, table, "" if vocabulary else "all-gather output", "all-reduce", note)
         elif style.is_row:
-            table = self._twin(self._base(name), RowParallelLinear).shard_(self.group, split_input=True)
-            self._split_inputs_of_updates(name, True, None)
+            table = self._row(name, split_input=True)
             self._record(self._base(name), style, table, "all-reduce", "all-gather", "")
         elif style is Style.EMBEDDING_ROWWISE:
             table = self._twin(name, VocabParallelEmbedding).shard_(self.group)

@@ -37,8 +37,10 @@ from lightning_megatron.parallelize.reading.inputs import LENGTH
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models
 from lightning_megatron.parallelize.reading.study import Study
 from lightning_megatron.parallelize.reading.trace import Call, Trace
+from lightning_megatron.parallelize.swap.all_tokens import AllTokensInside
 from lightning_megatron.parallelize.swap.hooks_on_tokens import TokenHooks
 from lightning_megatron.parallelize.swap.token_edges import LayerEdge, check_hidden, gathered, replace
+from lightning_megatron.parallelize.trial.between_tokens import AllTokens
 from lightning_megatron.parallelize.trial.mixed_gradients import check_gradients, mixed
 from lightning_megatron.parallelize.trial.outside import partial_outside
 from lightning_megatron.parallelize.trial.tokens import Tokens, check_layers, read_between, root_of
@@ -55,6 +57,7 @@ class SequencePlan:
         doors: per region of the trunk, by row name: the module at whose call the sequence is gathered and its
             arguments to gather, or None if the projections gather it.
         tokens: by layer, what has tokens in its arguments and its output.
+        mixing: modules inside of the layers that get all tokens, by name.
         root: name of the module whose code between the layers was tried; ``None`` if none was.
         between: why each layer gathers its output; ``""`` where only the last one does.
         outside: parameters outside of the layers that act on sequence shards only (conditions, gates between layers).
@@ -66,6 +69,7 @@ class SequencePlan:
     dim: int
     doors: dict[str, Door | None] = field(default_factory=dict)
     tokens: dict[str, Tokens] = field(default_factory=dict)
+    mixing: dict[str, AllTokens] = field(default_factory=dict)
     root: str | None = None
     between: str = ""
     outside: set[str] = field(default_factory=set)
@@ -85,9 +89,10 @@ class SequencePlan:
             if any(part.isdigit() for part in name.split(".")):
                 raise ValueError(mixed(name))
         tokens = {original: found for name, found in self.tokens.items() for original in study.originals(name)}
+        mixing = {original: found for name, found in self.mixing.items() for original in study.originals(name)}
         layers.sort(key=_number)
         beside = self.root, self.between, self.outside, self.splits_input
-        return SequencePlan(module, layers, self.dim, doors, tokens, *beside)
+        return SequencePlan(module, layers, self.dim, doors, tokens, mixing, *beside)
 
     def splits(self, region: Region) -> bool:
         """Whether the region is in the trunk, where the sequence is split."""
@@ -102,8 +107,10 @@ class SequencePlan:
         return self.doors[region.row] is not None
 
     def covers(self, name: str) -> bool:
-        """Whether a parameter acts on sequence shards: those of the layers of the trunk, and `outside`."""
-        return name in self.outside or parent(name) in Parts(self.layers)
+        """Whether a parameter acts on sequence shards: those of the layers but for `mixing`, and `outside`."""
+        if name in self.outside:
+            return True
+        return parent(name) in Parts(self.layers) and parent(name) not in Parts(self.mixing)
 
     def install(self, group: dist.ProcessGroup) -> None:
         """Add hooks to the trunk that split and gather the sequence and switch the dropout streams."""
@@ -111,7 +118,8 @@ class SequencePlan:
         hooks = TokenHooks(self.dim, group, self.covers, self.module)
         for name in self.layers:
             layer = self.module.get_submodule(name)
-            hooks.put(layer)
+            inside = {n: found for n, found in self.mixing.items() if lies_in(n, name)}
+            hooks.put(layer, [self.module.get_submodule(n) for n in inside])
             edge = LayerEdge(
                 *(RankStream(name, group.rank(), group.size()), group, self.dim, self.tokens[name]),
                 hooks=hooks,
@@ -121,6 +129,9 @@ class SequencePlan:
                 ends=(name == self.layers[0], name == self.layers[-1]),
             )
             edge.install(layer)
+            for n, found in inside.items():
+                whole = AllTokensInside(edge.stream, group, self.dim, found)
+                whole.install(self.module.get_submodule(n))
         for name, keys in {door for door in self.doors.values() if door is not None}:
             hook = _entering(keys, self.dim, group)
             self.module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -134,6 +145,13 @@ class SequencePlan:
 
     def rows(self) -> list[ModuleRow]:
         """Rows of the report for the ends of the trunk, or of each layer."""
+        inside = [
+            ModuleRow(name, "all tokens", None, None, "all-gather", "all-gather", "mixes tokens, and is not split")
+            for name in self.mixing
+        ]
+        return inside + self._edges()
+
+    def _edges(self) -> list[ModuleRow]:
         if self.gathers_each:
             note = (
                 "code between the layers reads whole outputs" if self.between else "as code between them was not seen"
@@ -178,7 +196,7 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint, splits_input: bool = 
     for region in blueprint.regions:
         if parent(region.row) in Parts(layers):
             plan.doors[region.row] = _door(trace, region, layers)
-    plan.tokens = check_layers(blueprint, trace, layers, plan.doors, dim)
+    plan.tokens, plan.mixing = check_layers(blueprint, trace, layers, plan.doors, dim)
     root = root_of(trace, layers)
     if root is not None and root not in layers and all(trace.counts[name] == 1 for name in layers):
         plan.root, plan.between = root, read_between(trace, root, layers, dim, plan.tokens)
@@ -189,7 +207,9 @@ def plan_sequence(module: nn.Module, blueprint: Blueprint, splits_input: bool = 
             "into the layers, or turn sequence parallelism off."
         )
     check_gradients(module, trace, [r for r in blueprint.regions if plan.splits(r)], plan.covers, dim)
-    plan.outside = partial_outside(blueprint, trace, layers, plan.doors, plan.covers, apart=plan.gathers_each)
+    plan.outside = partial_outside(
+        blueprint, trace, layers, plan.doors, plan.covers, apart=plan.gathers_each, mixing=plan.mixing
+    )
     return plan
 
 
@@ -293,20 +313,16 @@ def _door(trace: Trace, region: Region, layers: list[str]) -> Door | None:
             "(cross-attention, or low-rank projections of their own); turn sequence parallelism off."
         )
     door = holder_of(trace, region)
-    if door is None or door[0] in layers:
+    if door is None or door[0] in layers or _has_other_readers(trace, region, door[0]):
         return None
-    _check_other_readers(trace, region, door[0], trace.input_of(region.columns[0]))
     return door
 
 
-def _check_other_readers(trace: Trace, region: Region, holder: str, x: Tensor) -> None:
-    for name in trace.sources:
-        inside = lies_in(parent(name), holder) and name not in region.members
-        if inside and trace.calls[name].tensors and trace.input_of(name) is x:
-            raise ValueError(
-                f"`sequence_parallel=True`: {name!r} reads the same tensor as {region.columns[0]!r} but is not split; "
-                "turn sequence parallelism off, or add it to the plan."
-            )
+def _has_other_readers(trace: Trace, region: Region, holder: str) -> bool:
+    """Whether a layer that is not split reads what the columns do, in the module that would gather it for them."""
+    x, inside = trace.input_of(region.columns[0]), [name for name in trace.sources if lies_in(parent(name), holder)]
+    others = [name for name in inside if name not in region.members and trace.calls[name].tensors]
+    return any(trace.input_of(name) is x for name in others)
 
 
 def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:

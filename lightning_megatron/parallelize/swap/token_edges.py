@@ -48,6 +48,9 @@ class LayerEdge:
         outside: names of parameters whose gradients are partial where that code has parts of the tokens.
         splits: whether the first layer splits its input.
         ends: whether the layer is the first, and the last.
+
+    Attributes:
+        stream: as given.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class LayerEdge:
         splits: bool,
         ends: tuple[bool, bool],
     ) -> None:
-        self._stream, self._group, self._dim, self._tokens = stream, group, dim, tokens
+        self.stream, self._group, self._dim, self._tokens = stream, group, dim, tokens
         self._hooks = hooks
         self._root, self._outside, self._splits, self._ends = root, outside, splits, ends
         self._alone = splits and root is None
@@ -73,21 +76,21 @@ class LayerEdge:
         layer.register_forward_pre_hook(RankHook(self._open), with_kwargs=True, prepend=True)
         layer.register_forward_pre_hook(RankHook(self._split), with_kwargs=True)
         layer.register_forward_hook(RankHook(self._gather))
-        layer.register_forward_hook(RankHook(lambda *_: self._stream.close()))
-        layer.register_forward_hook(RankHook(lambda *_: self._stream.forget()), always_call=True)
+        layer.register_forward_hook(RankHook(lambda *_: self.stream.close()))
+        layer.register_forward_hook(RankHook(lambda *_: self.stream.forget()), always_call=True)
 
     def _open(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Switch to the layer's random numbers."""
         if self._root is not None and self._splits and not (in_backward() or torch.compiler.is_compiling()):
             self._alone = not _runs(self._root, sys._getframe())  # a backward recomputes it as it was computed
             if self._alone and self._outside:
-                _refuse_other_code(self._stream.name, self._root, self._outside[0])
+                _refuse_other_code(self.stream.name, self._root, self._outside[0])
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if tensors:
             shape, whole = list(tensors[0].shape), self._ends[0] or self._alone
             shape[self._dim] //= self._group.size() if whole else 1
             self._hooks.open(tensors[0], whole=whole)
-            self._stream.open(tensors[0].device, tokens=(self._dim, tuple(shape)), training=layer.training)
+            self.stream.open(tensors[0].device, tokens=(self._dim, tuple(shape)), training=layer.training)
 
     def _split(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._splits or not (self._ends[0] or self._alone):
@@ -111,7 +114,7 @@ class LayerEdge:
         return found, {key: x if key in given else tree_map(summed, x) for key, x in kwargs.items()}
 
     def _hidden_part(self, x: Tensor) -> Tensor:
-        check_hidden(x, self._stream.name)
+        check_hidden(x, self.stream.name)
         return self._part(x)
 
     def _part(self, x: Tensor) -> Tensor:
@@ -122,7 +125,7 @@ class LayerEdge:
                 f"The sequence length {length} is not divisible by tensor_parallel_size={size}, which "
                 f"sequence_parallel=True needs: pad or cut to {above} or {below}, or set sequence_parallel=False."
             )
-        if _stands_in(x):
+        if stands_in(x):
             return x.narrow(self._dim, 0, length // size).clone()
         return split_to_group(x, self._dim, self._group)
 
@@ -167,7 +170,7 @@ def _runs(module: nn.Module, frame: FrameType | None) -> bool:
     return False
 
 
-def _stands_in(x: Tensor) -> bool:
+def stands_in(x: Tensor) -> bool:
     """Whether a tensor without numbers, of a layer that another pipeline stage computes, follows torch's functions by a
     class of its own, which collectives would take off.
     """
@@ -205,7 +208,7 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup, gather: Callable[...
         group: the tensor group.
         gather: the collective.
     """
-    if _stands_in(x):
+    if stands_in(x):
         return torch.cat([x] * group.size(), dim)
     if not isinstance(x, WholeTensor):
         return gather(x, dim, group)

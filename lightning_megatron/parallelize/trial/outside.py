@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.mesh.parts.names import Parts, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.trace import Nodes, Trace, relative, tensors_left
+from lightning_megatron.parallelize.trial.between_tokens import AllTokens
 from lightning_megatron.parallelize.trial.mixed_gradients import mixed
 from lightning_megatron.parallelize.trial.tokens import first_tensor, root_of
 
@@ -30,6 +32,7 @@ def partial_outside(
     covered: Callable[[str], bool],
     *,
     apart: bool,
+    mixing: Mapping[str, AllTokens],
 ) -> set[str]:
     """Parameters outside of the layers whose gradients are partial sums where the layers have parts of the tokens.
 
@@ -41,6 +44,7 @@ def partial_outside(
         covered: whether a parameter of that name belongs to a layer of the trunk.
         apart: whether each layer gathers its output, so that code between them acts on all tokens, and sums the
             gradients of what it is given.
+        mixing: modules in the layers that get all tokens.
 
     Returns:
         Their names.
@@ -52,7 +56,7 @@ def partial_outside(
     root = root_of(trace, layers)
     if root is None or root in layers:
         return set()
-    run = _Run(blueprint, layers, root, doors)
+    run = _Run(blueprint, layers, root, doors, mixing)
     with torch.enable_grad():
         copied, output = trace.replay(root).run(run.prepare)
     names = _names_in(copied, root)
@@ -82,15 +86,24 @@ class _Run:
         layers: names of the layers of the trunk.
         root: name of the module that is run.
         doors: see :func:`partial_outside`.
+        mixing: likewise.
 
     Attributes:
         to_columns: ids of parameters that reach columns behind the gather.
     """
 
-    def __init__(self, blueprint: Blueprint, layers: list[str], root: str, doors: Mapping[str, Door | None]) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        layers: list[str],
+        root: str,
+        doors: Mapping[str, Door | None],
+        mixing: Mapping[str, AllTokens],
+    ) -> None:
         self._layers, self._root, self._doors = layers, root, doors
         self._regions = [region for region in blueprint.regions if region.row in doors]
         inside = Parts(layers)
+        self._mixing = mixing
         self._heads = [n for n, style in blueprint.styles.items() if style is Style.HEADS and parent(n) in inside]
         self._shards, self._gathered, self._past, self._outside = Nodes(), Nodes(), Nodes(), Nodes()
         self._into, self._hidden, self._last = list[Any](), list[Any](), list[Any]()
@@ -115,6 +128,11 @@ class _Run:
             part(region.row).register_forward_hook(self._leaving)
         for name in self._heads:
             part(name).register_forward_pre_hook(self._entering(None), with_kwargs=True)
+            part(name).register_forward_hook(self._leaving)
+
+        for name, tokens in self._mixing.items():
+            part(name).register_forward_pre_hook(self._entering(tokens.given), with_kwargs=True)
+            part(name).register_forward_pre_hook(_refusing_others(name, tokens), with_kwargs=True)
             part(name).register_forward_hook(self._leaving)
 
     def on_tokens(self) -> set[int]:
@@ -173,6 +191,21 @@ class _Run:
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         self._shards.writes("region", output)
+
+
+def _refusing_others(name: str, tokens: AllTokens) -> Callable[..., None]:
+    """A hook that refuses gradients of what a module is given beside the tokens: every rank has the whole of them."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        others = [leaf for key, x in named.items() if key not in tokens.given for leaf in tree_leaves(x)]
+        if any(isinstance(x, Tensor) and x.requires_grad for x in others):
+            raise ValueError(
+                f"`sequence_parallel=True`: {name!r} mixes tokens, is not split, and is given something else with a "
+                "gradient beside the hidden state; split it as well, or turn sequence parallelism off."
+            )
+
+    return hook
 
 
 def _reached(nodes: Nodes, ends: Sequence[Any]) -> set[int]:

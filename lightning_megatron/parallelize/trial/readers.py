@@ -18,6 +18,7 @@ from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
+from lightning_megatron.parallelize.reading.divisible import divisible, tensors_of
 from lightning_megatron.parallelize.reading.kinds import is_table, looks_up_rows
 from lightning_megatron.parallelize.reading.low_rank import base_of, structure_of
 from lightning_megatron.parallelize.reading.trace import Trace, relative, tensors_left
@@ -39,19 +40,34 @@ def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
     """Ids of the parameters that are used without calling their layer (linear, embedding, attention).
 
     The weight of an embedding tied to a layer with low-rank updates is included, because the two would be split in
-    different ways, and that of an embedding whose class does more than to look up rows.
+    different ways, and that of an embedding whose class does more than to look up rows. So is what a module that is
+    cut like a linear layer shares with others.
     """
     updated = {id(p) for part in module.modules() if structure_of(part) for p in base_of(part).parameters()}
     tables = [part for part in module.modules() if is_table(part)]
     tied = {id(part.weight) for part in tables} & updated
     tied |= {id(part.weight) for part in tables if not looks_up_rows(part)}
+    tied |= _shared_products(module)
     met = set() if trace is None else trace.loose.union(*trace.between.values())
     return tied | {id(module.get_parameter(name)) for name in met}
 
 
+def _shared_products(module: nn.Module) -> set[int]:
+    """Ids of the tensors of modules that are cut like a linear layer which lie in other modules too."""
+    own = [(name, tensors_of(part)) for name, part in module.named_modules() if name and divisible(part) is not None]
+    if not own:
+        return set()
+    held: dict[int, set[str]] = {}
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in everything:
+        held.setdefault(id(tensor), set()).add(name)
+    outside = [(x, name) for name, tensors in own for x in tensors.values()]
+    return {id(x) for x, name in outside if not all(lies_in(holder, name) for holder in held[id(x)])}
+
+
 def holds(module: nn.Module, name: str, parameters: set[int]) -> bool:
-    """Whether the layer ``name`` has one of these parameters, given by id."""
-    return any(id(parameter) in parameters for parameter in module.get_submodule(name).parameters())
+    """Whether the layer ``name`` has one of these parameters, or buffers, given by id."""
+    return any(id(tensor) in parameters for tensor in tensors_of(module.get_submodule(name)).values())
 
 
 def regather_shared(

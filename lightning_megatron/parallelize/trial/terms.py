@@ -20,8 +20,9 @@ from lightning_megatron.mesh.parts.boxes import block_range
 from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.reading.copy import copy_of
+from lightning_megatron.parallelize.reading.divisible import divisible, keep_features, tensors_of
 from lightning_megatron.parallelize.reading.heads import slice_arguments
-from lightning_megatron.parallelize.reading.kinds import is_transposed
+from lightning_megatron.parallelize.reading.kinds import is_linear, is_transposed
 from lightning_megatron.parallelize.reading.low_rank import base_of, keep_outputs, linears_of, sizes_of, take
 from lightning_megatron.parallelize.reading.replay import Replay
 from lightning_megatron.parallelize.reading.trace import Trace, relative
@@ -71,12 +72,11 @@ class Bench:
 
     def __init__(self, region: Region, trace: Trace) -> None:
         self._region = region
+        self._cuts = {name: divisible(trace.calls[name].module) for name in region.members}
         kept = trace.replay(region.scope)
         self.arguments = kept.args, kept.kwargs
         self._replay = Replay(self._with_random_weights(kept.part), kept.args, kept.kwargs)
-        row = base_of(self._inside(self._replay.part, region.row))
-        weight = row.get_parameter("weight").detach()
-        self._weight = weight.t() if is_transposed(row) else weight
+        self._weight = self._row_weight()
         self.whole = self._evaluated(None)
         self._trained = self._whole_training()
 
@@ -141,7 +141,7 @@ class Bench:
         part, generator = copy_of(part), torch.Generator().manual_seed(20)
         drawn: dict[int, nn.Parameter] = {}
         members = [self._inside(part, name) for name in self._region.members]
-        layers = [layer for member in members for layer in linears_of(member)]
+        layers = [layer for member in members for layer in linears_of(member) if is_linear(layer)]
         for layer in [*layers, *(self._inside(part, name) for name in self._tables(self._region))]:
             for key, parameter in layer.named_parameters(recurse=False):
                 fan = math.prod(parameter.shape) / max(1, _outputs(layer))
@@ -151,7 +151,21 @@ class Bench:
                 drawn[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
         for layer in part.modules():
             layer._parameters.update({k: drawn[id(p)] for k, p in layer._parameters.items() if id(p) in drawn})
+        for member in (self._inside(part, name) for name, cut in self._cuts.items() if cut is not None):
+            for x in filter(torch.is_floating_point, tensors_of(member).values()):
+                values = torch.randn(x.shape, generator=generator) / math.sqrt(x.shape[-1])
+                x.data = values.to(x.device, x.dtype)
         return part
+
+    def _row_weight(self) -> Tensor:
+        """The matrix of the row-parallel layer, or one in its place: what is asked is whether its input is right."""
+        row, cut = base_of(self._inside(self._replay.part, self._region.row)), self._cuts[self._region.row]
+        if cut is None:
+            weight = row.get_parameter("weight").detach()
+            return weight.t() if is_transposed(row) else weight
+        like = next(x for x in tensors_of(row).values() if x.is_floating_point())
+        weight = torch.randn(cut.sizes[::-1], generator=torch.Generator().manual_seed(22)) / math.sqrt(cut.sizes[0])
+        return weight.to(like.device, like.dtype)
 
     def _tables(self, region: Region) -> list[str]:
         """Tables inside the scope; entries of other tables reach it as an argument."""
@@ -209,7 +223,11 @@ class Bench:
         """Give a copy the slices, sizes and attributes of one rank."""
         region = share.region
         for name in region.columns:
-            keep_outputs(self._inside(copied, name), region.cuts[name].ranges(share.parts, share.rank))
+            ranges, cut = region.cuts[name].ranges(share.parts, share.rank), self._cuts[name]
+            if cut is None:
+                keep_outputs(self._inside(copied, name), ranges)
+            else:
+                keep_features(self._inside(copied, name), cut, ranges, by_input=False)
         for name in self._tables(region):
             table = self._inside(copied, name).get_parameter("weight")
             table.data = take(table.data, 1, [block_range(table.shape[1], share.parts, share.rank)])

@@ -4,13 +4,14 @@ Under sequence parallelism a layer sees ``s/t`` tokens, and only its regions see
 leaves whole would silently attend within its shard. So each kind of layer runs once on the last tokens of the traced
 input (for causal attention, the first tokens would not show a difference), with the recorded outputs of its regions,
 cut to these tokens. This is what the last rank will see; the output must equal the last tokens of the traced output,
-and what the regions are given must equal those of what they were given, since their outputs do not show it.
+and what the regions are given must equal those of what they were given, since their outputs do not show it. A layer of
+which this does not hold runs once more with the modules in it answered that mix tokens: those get all of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
 from lightning_megatron.parallelize.plan.patterns import generalize
 from lightning_megatron.parallelize.plan.styles import Style
@@ -26,6 +27,7 @@ from lightning_megatron.parallelize.reading.inputs import BATCH
 from lightning_megatron.parallelize.reading.replay import fresh
 from lightning_megatron.parallelize.reading.trace import Call, Trace, relative, tensors_left
 from lightning_megatron.parallelize.trial.auxiliary import AuxiliaryValues, deviation
+from lightning_megatron.parallelize.trial.between_tokens import AllTokens, candidates, other_tokens
 from lightning_megatron.parallelize.trial.training import TOLERANCE
 
 
@@ -48,7 +50,7 @@ def check_layers(
     layers: list[str],
     doors: dict[str, Door | None],
     dim: int,
-) -> dict[str, Tokens]:
+) -> tuple[dict[str, Tokens], dict[str, AllTokens]]:
     """Run each kind of layer, and each kind of module at whose call the sequence is gathered, on part of the sequence.
 
     Args:
@@ -56,31 +58,39 @@ def check_layers(
         trace: its trace.
         layers: names of the layers of the trunk.
         doors: per region, where the sequence is gathered (see `SequencePlan`); a door that does not work is replaced by
-            None, in place.
+            None, in place, and regions in modules that get all tokens are left out.
         dim: dim of the sequence in the hidden state.
 
     Returns:
-        By layer, what has tokens.
+        By layer, what has tokens; and the modules inside of layers that need all of them.
 
     Raises:
         ValueError: a layer mixes tokens outside its regions, or the code of a region needs tokens that it does not get.
     """
     found: dict[str, Tokens] = {}
+    whole: dict[str, AllTokens] = {}
     check = _Check(trace, dim, _hidden(trace.calls[layers[0]]))
     for region in blueprint.regions:
         door = doors.get(region.row)
         if door is not None and not check.door_fits(door, region.row):
             doors[region.row] = None
     for layer in layers:
-        answers: dict[str, Any] = {}
-        for region in blueprint.regions:
-            if lies_in(parent(region.row), layer):
-                answers |= check.answers_of(region, doors[region.row])
-        for name, style in blueprint.styles.items():
-            if style is Style.HEADS and lies_in(parent(name), layer):
-                answers[name] = check.part(trace.calls[name].output)
-        found[layer] = check.layer(layer, answers)
-    return found
+        tokens, problem = check.layer(layer, check.answers_in(blueprint, doors, layer))
+        if tokens is None:
+            mixing = check.mixing(blueprint, doors, layer)
+            answers = check.answers_in(blueprint, doors, layer, mixing)
+            tokens, _ = check.layer(layer, answers, mixing) if mixing else (None, "")
+            if tokens is not None:
+                whole |= mixing
+                for row in [row for row in doors if any(lies_in(row, name) for name in mixing)]:
+                    del doors[row]
+        if tokens is None:
+            raise ValueError(
+                f"`sequence_parallel=True`: {layer!r} mixes tokens outside what the plan splits ({problem}); split its "
+                "attention as well, or turn sequence parallelism off."
+            )
+        found[layer] = tokens
+    return found, whole
 
 
 def read_between(trace: Trace, root: str, layers: list[str], dim: int, tokens: Mapping[str, Tokens]) -> str:
@@ -162,6 +172,7 @@ class _Check:
         self._shape = hidden.shape
         self._seen: dict[Any, str] = {}
         self._left: dict[Any, tuple[int | None, ...]] = {}
+        self._whole: Mapping[str, AllTokens] = {}
 
     def cut(self, value: Any, dims: tuple[int | None, ...]) -> Any:
         """The last tokens of the leaves of ``value`` that have tokens, in these dims."""
@@ -187,6 +198,28 @@ class _Check:
             inside = {door[0]: calls[door[0]].output}
         return {**inside, region.row: self.part(calls[region.row].output)}
 
+    def answers_in(
+        self, blueprint: Blueprint, doors: dict[str, Door | None], name: str, whole: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Recorded outputs in a module: of its regions, and of the modules in it that get all tokens."""
+        answers = {each: self.part(self._trace.calls[each].output) for each in whole}
+        apart = Parts(whole)
+        for region in blueprint.regions:
+            if lies_in(parent(region.row), name) and region.row not in apart:
+                answers |= self.answers_of(region, doors[region.row])
+        for each, style in blueprint.styles.items():
+            if style is Style.HEADS and lies_in(parent(each), name) and each not in apart:
+                answers[each] = self.part(self._trace.calls[each].output)
+        return answers
+
+    def mixing(self, blueprint: Blueprint, doors: dict[str, Door | None], layer: str) -> dict[str, AllTokens]:
+        """The modules of a layer that do not compute the last tokens of their output from those of their input."""
+        found = candidates(blueprint, self._trace, layer, self.part)
+        alone = {name: self.answers_in(blueprint, doors, name) for name in found}
+        tried = {name: tokens for name, tokens in found.items() if name not in alone[name]}
+        calls = self._trace.calls
+        return {n: t for n, t in tried.items() if self._given(calls[n], t.given, alone[n])[1] is None}
+
     def door_fits(self, door: Door, row: str) -> bool:
         """Whether a module that gets the whole sequence uses it for its region only (and adds no residual to it)."""
         if not lies_in(parent(row), door[0]):
@@ -197,27 +230,28 @@ class _Check:
         kwargs = {k: v if k in whole else self._shorter(v) for k, v in call.kwargs.items()}
         return not self._difference(call, args, kwargs, {row: self.part(self._trace.calls[row].output)})
 
-    def layer(self, name: str, answers: dict[str, Any]) -> Tokens:
+    def layer(
+        self, name: str, answers: dict[str, Any], whole: Mapping[str, AllTokens] | None = None
+    ) -> tuple[Tokens | None, str]:
         """Check that the layer computes the last tokens of its output from those of its input.
 
-        Returns:
-            What of its arguments and its output has tokens.
+        Args:
+            name: the layer's.
+            answers: by name, what modules in it give.
+            whole: those of them that get all tokens.
 
-        Raises:
-            ValueError: it does not.
+        Returns:
+            What of its arguments and its output has tokens; or ``None``, and what differs.
         """
+        self._whole = whole or {}
         call = self._trace.calls[name]
         hidden = 0 if call.args else "hidden_states"
         first, further = self._given(call, (hidden,), answers), (hidden, *self._with_tokens(call, hidden))
         problem, tokens = first
         if problem and len(further) > 1:
             _, tokens = self._given(call, further, answers)
-        if tokens is None:
-            raise ValueError(
-                f"`sequence_parallel=True`: {name!r} mixes tokens outside what the plan splits ({problem}); split its "
-                "attention as well, or turn sequence parallelism off."
-            )
-        return tokens
+        self._whole = {}
+        return tokens, problem
 
     def _given(self, call: Call, keys: tuple[int | str, ...], answers: dict[str, Any]) -> tuple[str, Tokens | None]:
         """The difference where these arguments are cut, as text; and what has tokens, if there is none."""
@@ -243,7 +277,8 @@ class _Check:
         return self.part(value) if isinstance(value, Tensor) and value.shape == self._shape else value
 
     def _kind(self, call: Call, answers: dict[str, Any], keys: tuple[int | str, ...]) -> Any:
-        return generalize(call.name), type(call.module), tuple(generalize(name) for name in answers), keys
+        named = tuple((generalize(name), name in self._whole) for name in answers)
+        return generalize(call.name), type(call.module), named, keys
 
     def _difference(
         self,
@@ -299,6 +334,9 @@ class _Check:
         """A hook that notes a module that is given some tokens, and not the last ones of what it was given."""
 
         def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tokens = self._whole.get(call.name)
+            if tokens is not None and other_tokens(call, tokens, args, kwargs):
+                unlike.append(call.name)
             whole = tree_leaves((call.args, call.kwargs))
             for got, all_tokens in zip(tree_leaves((args, kwargs)), whole, strict=False):
                 want = self.part(all_tokens)

@@ -122,7 +122,8 @@ class LayerSplit:
             table |= split.cut(groups, on_shards=on_shards).table
             cut = f", `expert_tensor_parallel_size={self.parts}`" if self.parts > 1 else ""
             rank_zero_info(f"`expert_parallel_size={experts // self.parts}`{cut}: {split.report.explain()}.")
-        state = TensorState(table, group, None if groups is None else groups.group)
+        buffers = {} if report is None else report.buffers
+        state = TensorState({**table, **buffers}, group, None if groups is None else groups.group)
         return _Split(tensor, state, report, experts, self.parts, self.dispatch, self.expert_plan)
 
     def _find_experts(self, module: pl.LightningModule, groups: ExpertGroups | None) -> ExpertSplit | None:
