@@ -2,8 +2,9 @@
 
 Trunk layers go to the stage that runs them. All other parts are placed by the phase in which the module's code uses
 them (``pipeline.cut.reading``): before the trunk on the first stage, after it on the last, between the layers or at an
-unknown time on every stage. Gradients of a part on several stages are summed over them, so placing a part on more
-stages than necessary costs memory but does not change results.
+unknown time on every stage. Small parts that are used before and after it, as learned prefixes seem to be, are on every
+stage too, as layers may be given what they make. Gradients of a part on several stages are summed over them, so placing
+a part on more stages than necessary costs memory but does not change results.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 log = logging.getLogger(__name__)
 
 PLACES = ("first", "last", "all")
+_SMALL = 8
+"""A part of at most this fraction of a layer that is used before the layers and after them is on every stage."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ def _place_units(
 ) -> dict[str, frozenset[str]]:
     """Place each unit outside the trunk: name -> subset of :data:`PLACES`."""
     places: dict[str, frozenset[str]] = {}
+    small = _elements(*trunk.layers(module)) // len(trunk.layer_names) // _SMALL
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
         if not phases or When.DURING in phases or copies.lie_in(name):
@@ -173,6 +177,10 @@ def _place_units(
         else:
             ends = {When.BEFORE: "first", When.AFTER: "last"}
             places[name] = frozenset(end for phase, end in ends.items() if phase in phases)
+            if len(places[name]) > 1 and _elements(_lookup(module, name)) <= small:
+                places[name] = frozenset(
+                    {"all"}
+                )  # several stages have it anyway, and layers may be given what it makes
     unknown = [name for name, place in places.items() if "all" in place]
     _apply_overrides(places, overrides)
     if unknown:
@@ -180,6 +188,12 @@ def _place_units(
             "kept on every pipeline stage, because they run between the layers or at a time not known: %s", unknown
         )
     return places
+
+
+def _elements(*units: nn.Module | nn.Parameter) -> int:
+    """Elements of the parameters of some modules, and of some parameters."""
+    everything = (p for unit in units for p in ([unit] if isinstance(unit, nn.Parameter) else unit.parameters()))
+    return sum(parameter.numel() for parameter in everything)
 
 
 def _stages_of_places(places: Mapping[str, frozenset[str]], owners: tuple[int, ...]) -> dict[str, frozenset[int]]:
