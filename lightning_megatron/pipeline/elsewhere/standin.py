@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
@@ -264,8 +265,11 @@ def _constant(value: Any, depth: int = 0) -> Any:
 
 
 def shape_and_dtype(x: Any) -> tuple[torch.Size, torch.dtype] | None:
-    """Shape and dtype of an ordinary tensor, or of a stand-in, which keeps them where asking it has its price."""
-    if type(x) is Tensor:
+    """Shape and dtype of an ordinary tensor, or of a stand-in, which keeps them where asking it has its price.
+
+    Tensors of rehearsals, which have no numbers, are ordinary, too.
+    """
+    if type(x) is Tensor or type(x) is FakeTensor:
         return x.shape, x.dtype
     if type(x) is not Away:
         return None

@@ -64,9 +64,12 @@ class StandIns:
         return index, count
 
     def keeps(self, index: int, call: LayerCall, x: Any) -> bool:
-        """Whether layer ``index``, called with ``x`` alone, returns one tensor like it."""
+        """Whether layer ``index``, called with ``x`` alone, returns one tensor like it; noted where nothing is told."""
         if self.told is None or index not in self.told.layers:
-            return self._joined is None and self._shapes.keeps(call.module, x)
+            kept = self._joined is None and self._shapes.keeps(call.module, x)
+            if kept:
+                note(self.noted.layers, index, x)
+            return kept
         form = self.told.layers[index]
         return form is not None and form[:2] == shape_and_dtype(x)
 
