@@ -299,6 +299,12 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [tensor for child in _children(batch) for tensor in tensors_of(child)]
 
 
+def look_of(batch: Any) -> Any:
+    """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
+    size = batch_size_of(batch)
+    return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))
+
+
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], where: str) -> Any:
     """Merge the outputs of a step's micro-batches into one output of the whole batch.
 

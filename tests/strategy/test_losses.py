@@ -16,15 +16,17 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.combining import Logged, Mean, fitting, likeliest
 from lightning_megatron.strategy.loss import said as said_of_losses
 from lightning_megatron.strategy.loss.said import say_how_cut
+from lightning_megatron.strategy.loss.tables import Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
-from lightning_megatron.strategy.loss.written import Join, judge
+from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, judge
 from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
@@ -387,32 +389,56 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
         traces.put_back()
     assert "seen" not in vars(module) and module.table == {"samples": 0} and module.kept == []
     assert not module.mean.any() and module.meter.best == 5.0
-    kinds, writes, _ = judge([Join(changes[:2], changes[2])])
+    kinds, writes, *_ = judge([Join(changes[:2], changes[2])])
     assert kinds == {("", "seen"): ("same",), ("table", "samples"): ("sum",)} and writes in ("meter.best", "mean")
-    assert judge([Join([{}, {}], {})]) == ({}, "", False)
+    assert judge([Join([{}, {}], {})])[:3] == ({}, "", False)
     right = ("", "right")
     added = Join([{}, {right: (3, 5)}], {right: (3, 5)})
     alike = Join([{right: (3, 4)}, {right: (3, 4)}], {right: (3, 4)})
     mean = ("layers.0", "mean")
     unlike = Join([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
     assert judge([unlike], ["layers.0"])[1] == "" and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
-    assert judge([added]) == ({right: ("sum",)}, "", False)
+    assert judge([added]) == ({right: ("sum",)}, "", False, {right})
     again = Join([{mean: (5, 4)}, {mean: (5, 6)}], {})  # the whole had left its mean before: no count that goes on
     assert judge([again], ["layers.0"])[0] == {}
-    assert judge([alike]) == ({right: ("same",)}, "", False) and judge([added, alike])[1] == "right"
+    assert judge([alike]) == ({right: ("same",)}, "", False, set()) and judge([added, alike])[1] == "right"
     begun = Join([{right: (None, [1])}, {right: (None, [2])}], {right: (None, [1, 2])})  # a list where nothing was
     shut = Join([{right: ({1}, None)}, {right: ({1}, {1, 2})}], {right: ({1}, {1, 2})})
-    assert judge([begun]) == ({}, "right", False) and judge([shut]) == ({}, "right", False)
+    assert judge([begun])[:2] == judge([shut])[:2] == ({}, "right")
 
 
 def test_entries_that_parts_set_are_no_sums_until_two_of_them_add_to_one() -> None:
     sums, start = ("sums", None), [torch.zeros(2), torch.ones(2)]
     first = [{sums: (start, [torch.ones(2), start[1]])}, {sums: (start, [start[0], 2 * start[1]])}]
     apart = Join(first, {sums: (start, [torch.ones(2), 2 * start[1]])}, assigned={sums})
-    assert judge([apart]) == ({sums: ("set",)}, "sums", False)
+    assert judge([apart])[:2] == ({sums: ("set",)}, "sums")
     assert judge([apart], cut=False)[1] == "" and judge([Join(apart.parts, apart.whole)])[0] == {sums: ("sum",)}
     both = Join([first[0]] * 2, {sums: (start, [2 * torch.ones(2), start[1]])}, assigned={sums})
     assert judge([both])[0] == {sums: ("sum",)}
+
+
+def test_a_number_that_one_part_changes_alone_adds_up_only_when_two_have_shown_it() -> None:
+    written, hits, place = Written(), ("", "hits"), (Table("", {}, ("hits",), ()), "hits")
+    alone = judge([Join([{hits: (0, 1)}, {}], {hits: (0, 1)})])
+    assert alone.kinds == {hits: ("sum",)} and alone.whole == "" and alone.alone == {hits}
+    assert written.note(alone) == ""
+    written.learn(hits, ("sum",), place, None)
+    assert written.note(judge([])) == ""  # a batch in which none has changed it shows nothing
+    assert written.undecided == "hits" and written.note(alone) == ""
+    once = judge([Join([{hits: (1, 2)}, {hits: (1, 2)}], {hits: (1, 2)})])
+    assert written.note(once) == "hits" and written.undecided == ""
+    assert written.note(judge([Join([{hits: (1, 2)}, {hits: (1, 3)}], {hits: (1, 4)})])) == ""
+    lists = judge([Join([{hits: ([], [4])}, {}], {hits: ([], [4])})])
+    assert lists.kinds == {hits: ("each",)} and lists.alone == {hits}
+    inside = judge([Join([{hits: (0, 1)}, {}], {hits: (0, 1)})], [""])
+    assert inside.alone == set()  # what a layer writes, and nothing reads again
+
+
+def test_what_micro_batches_leave_is_compared_where_it_is_small() -> None:
+    assert not are_unlike([1, 1, 1]) and are_unlike([1, 2, 1]) and not are_unlike([True])
+    assert are_unlike([torch.ones(2), torch.zeros(2)]) and not are_unlike([torch.ones(2), torch.ones(2)])
+    assert not are_unlike([torch.zeros(2000), torch.ones(2000)]) and not are_unlike([[1], [2]])
+    assert not LateAnswer(torch.tensor(False)) and LateAnswer(torch.tensor(True))
 
 
 class Ways(Callback):

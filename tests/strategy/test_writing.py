@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "interleaved": ((2, 1), INTERLEAVED),
 }
 QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywhere", "later", "entries")}
-QUICK |= {("interleaved", "whole"), ("alone", "generators"), ("alone", "elements")}
+QUICK |= {("interleaved", "whole"), ("alone", "generators"), ("alone", "elements"), ("stages", "hits")}
 
 
 @pytest.mark.everyday(4)
@@ -42,12 +42,19 @@ def test_steps_write_once_per_batch(layout: str, kind: str) -> None:
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("later_unlike", "writes `first`, which it did not write in the steps"),
+        ("hits_of_all", "writes `seen` otherwise in one micro-batch of a batch than in another"),
+    ],
+)
 @pytest.mark.parametrize("layout", ["stages", pytest.param("interleaved", marks=pytest.mark.wide)])
-def test_what_is_first_written_later_and_unlike_is_refused(layout: str) -> None:
+def test_what_micro_batches_first_write_unlike_in_a_later_step_is_refused(layout: str, kind: str, said: str) -> None:
     shape, arguments = LAYOUTS[layout]
-    for outcome in run_trainers(writing.train, shape, arguments, "later_unlike", devices=2, check=False, grace=20.0):
+    for outcome in run_trainers(writing.train, shape, arguments, kind, devices=2, check=False, grace=20.0):
         assert outcome.error is not None and "killed" not in outcome.error, f"rank {outcome.rank}: {outcome.error}"
-        assert "writes `first`, which it did not write in the steps" in f"{outcome.error}\n{outcome.output}"
+        assert said in f"{outcome.error}\n{outcome.output}"
 
 
 def _python_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from tests.parity.zoo.tasks import TokenTask
 from tests.pipeline.buffer_scenarios import Block
 
 CALLS = {"steps": 0}
+HITS = {"hits": 6, "hits_of_all": 24}
+"""Tokens that one micro-batch of the first batch of four has, and several of the next; and that all have, and some."""
 
 
 class Counting(nn.Module):
@@ -157,6 +159,8 @@ class Writes(TokenTask):
             self.seen += 1
             self.level = min(2 * self.level, 16) if self.seen == 2 else self.level
             factor = self.level
+        elif self.kind in HITS:
+            self.seen += bool((batch[0] == HITS[self.kind]).any())
         elif self.kind == "later_unlike":
             self.seen += 1
             self.first = float(loss.detach()) if self.seen == 2 else self.first
@@ -176,7 +180,7 @@ class Writes(TokenTask):
 
 
 KINDS = (
-    *("elements", "entries"),
+    *("elements", "entries", "hits"),
     *("lists", "sums", "assigned", "globals", "objects", "generators", "iterators", "per_sample", "mask"),
     *("between", "everywhere", "whole", "whole_between", "slots", "rebound", "later", "undetached"),
 )

@@ -141,11 +141,12 @@ class Narrowed:
     """Ways in which parts of a batch come together, from trial to trial: what one has ruled out stays so.
 
     Attributes:
-        chosen: by key, the way that is used.
+        left: by key, the ways that no trial has ruled out.
+        chosen: likewise, the way that is used.
     """
 
     def __init__(self) -> None:
-        self._left: dict[Any, tuple[Any, ...]] = {}
+        self.left: dict[Any, tuple[Any, ...]] = {}
         self.chosen: dict[Any, Any] = {}
 
     def learn(self, key: Any, ways: tuple[Any, ...], usual: Any = None) -> Any:
@@ -156,8 +157,8 @@ class Narrowed:
             ways: that the trial allows, one or more; the usual one first.
             usual: one that goes before the others.
         """
-        left = tuple(way for way in self._left.get(key, ways) if way in ways) or ways
-        self._left[key] = left
+        left = tuple(way for way in self.left.get(key, ways) if way in ways) or ways
+        self.left[key] = left
         self.chosen[key] = usual if usual in left else left[0]
         return self.chosen[key]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
+from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
@@ -25,7 +26,7 @@ from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_grap
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.loss.tables import NOT_USERS, NUMBERS, Table, appended_names, found_again, spelled
 from lightning_megatron.strategy.loss.traces import as_it_is
-from lightning_megatron.strategy.loss.written import merged, tail_of, total
+from lightning_megatron.strategy.loss.written import are_unlike, merged, tail_of, total
 
 _NEW = "new"
 _LOSS = "loss"  # a mean, weighed as the losses
@@ -98,6 +99,7 @@ class OncePerBatch:
         self._watched: list[tuple[Any, Any, Any, Any]] = []
         self._runs = 0
         self._hooks: KeptHooks | None = None
+        self._unlike: list[tuple[str, Any, LateAnswer]] = []
 
     @property
     def is_known(self) -> bool:
@@ -117,6 +119,10 @@ class OncePerBatch:
             parts: its micro-batches.
             weights: of their losses.
         """
+        for name, key, unlike in self._unlike:
+            if unlike:
+                self._refuse(name, key, known=True)
+        self._unlike.clear()
         self._sizes, self._runs, self.unforeseen = [float(batch_size_of(part)) for part in parts], 0, ""
         self._weights: dict[Any, Sequence[float]] = {"sizes": self._sizes, _LOSS: weights}
         for way in {slot.kind for slot in self._slots if callable(slot.kind)}:
@@ -180,12 +186,24 @@ class OncePerBatch:
             if slot.values is None or not (last if slot.turn is None else slot.turn == turn):
                 continue
             now = slot.values.get(slot.key, MISSING)
-            slot.left.append(as_it_is(now) if slot.kind != "same" or len(slot.left) + 1 == count else None)
+            slot.left.append(as_it_is(now) if slot.kind != "same" or len(slot.left) + 1 == count else now)
             if len(slot.left) == count:
                 alone = slot.kind == "same" or count == 1
+                if slot.kind == "same" and slot.turn is None:
+                    self._check_alike(slot)
                 done.append((slot, slot.left[-1] if alone else self._together(slot), now))
         for slot, value, now in done:
             self._set(slot, value, now)
+
+    def _check_alike(self, slot: _Slot) -> None:
+        """Complain of what the micro-batches that were tried have left the same, and those of this batch have not: a
+        number that grows where any sample meets a condition.
+        """
+        unlike = are_unlike(slot.left)
+        if isinstance(unlike, Tensor) and unlike.device.type != "cpu" and not self._may_run_again:
+            self._unlike.append((slot.table.name, slot.key, LateAnswer(unlike)))
+        elif unlike:
+            self._refuse(slot.table.name, slot.key, known=True)
 
     def _find_new(self, count: int) -> None:
         """Notice what is written for the first time: between micro-batches it is put back from now on.
@@ -212,16 +230,17 @@ class OncePerBatch:
         if len(self._slots) > known:
             self._watched = [entry for entry in self._watched if not self._has(entry[0], entry[1])]
 
-    def _refuse(self, name: str, key: Any) -> None:
+    def _refuse(self, name: str, key: Any, *, known: bool = False) -> None:
         if not self._may_run_again:
-            raise RuntimeError(_refused(self._step, name, key))
+            raise RuntimeError(_refused(self._step, name, key, known=known))
         self.unforeseen = spelled((name, key))
 
     def _has(self, values: Any, key: Any) -> bool:
         return any(slot.values is values and slot.key == key for slot in self._slots)
 
     def _together(self, slot: _Slot) -> Any:
-        before, left = _earlier(*slot.start), slot.left
+        (value, inside), left = slot.start, slot.left
+        before = value if inside is None else inside.copy
         if slot.kind == _NEW:
             slot.kind = _kind_of_new(before, left)
             if not slot.kind:
@@ -355,17 +374,19 @@ def _is_as_marked(value: Any, mark: Any) -> bool:
     return bool(_mark(value) == mark)
 
 
-def _refused(step: str, name: str, key: Any) -> str:
+def _refused(step: str, name: str, key: Any, *, known: bool) -> str:
     whole = "whole_batch_loss=True" if step == "training_step" else 'evaluation_micro_batch_size="auto"'
+    if known:
+        return (
+            f"`{step}` writes `{spelled((name, key))}` otherwise in one micro-batch of a batch than in another, where "
+            "it wrote the same in all that were tried: what one process leaves there is not known. Pass "
+            f"`{whole}`, or write it behind the step, in a hook such as `on_train_batch_end`."
+        )
     return (
         f"`{step}` writes `{spelled((name, key))}`, which it did not write in the steps that were tried, and "
         "not the same for all micro-batches of a batch: what one process leaves there is not known. Pass "
         f"`{whole}`, or write it in the first step too."
     )
-
-
-def _earlier(value: Any, inside: Contents | None) -> Any:
-    return value if inside is None else inside.copy
 
 
 def _sum(before: Any, left: Sequence[Any]) -> Any:

@@ -29,7 +29,7 @@ from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.tables import Name, Table, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, candidates, find
-from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, judge
+from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
 _PARTS = 5  # most micro-batches that are tried
@@ -58,11 +58,13 @@ class ToldOfTrial(NamedTuple):
         writes: a value that only the whole batch can write, or "".
         alone: whether layers may run in micro-batches, and the code around them on the whole batch.
         unsure: whether how a value comes together does not show yet.
-        of_held: whether the batch has run before.
+        of_held: whether the batch has run before, whole, so that no step was other than one process's.
         joins: number of joined pieces.
         draws: what is drawn, and in which types it computes.
         turns: why micro-batches cannot take turns, where a step calls the layers more than once; or "".
         kept: what :meth:`.OverReplicas.kept_kinds` gives.
+        undecided: see :class:`.Finding`.
+        disproved: a value that comes together in another way than in earlier trials, or "".
     """
 
     own: tuple[list[Name], bool]
@@ -74,6 +76,8 @@ class ToldOfTrial(NamedTuple):
     draws: Drawn
     turns: str
     kept: Mapping[Name, Any]
+    undecided: str
+    disproved: str
 
 
 class Joins:
@@ -269,8 +273,8 @@ class Tried:
                 self._turns[name] = min(self._runs[index], self._turns.get(name, self._runs[index]))
             self._runs[index] += 1
 
-    def written(self, layers: Sequence[str], *, cut: bool = True) -> tuple[dict[Name, Kinds], str, bool]:
-        """How what a batch writes comes of its parts, and one value that the whole has to write; see :func:`judge`.
+    def written(self, layers: Sequence[str], *, cut: bool = True) -> Verdict:
+        """How what a batch writes comes of its parts; see :func:`judge`.
 
         Args:
             layers: names of the trunk's.
@@ -281,9 +285,9 @@ class Tried:
             for both, pair in self._pieces.joins.items()
         ]
         lasting = self.traces.lasting({name for found in self._changes for name in found})
-        kinds, writes, unsure = judge(joins, layers, lasting, cut=cut)
-        writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or writes
-        return kinds, next((spelled(name) for name in sorted(self.traces.weights.found)), writes), unsure
+        verdict = judge(joins, layers, lasting, cut=cut)
+        writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or verdict.whole
+        return verdict._replace(whole=next((spelled(name) for name in sorted(self.traces.weights.found)), writes))
 
     def mixed_metric(self, *, cut: bool) -> Name | None:
         """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""

@@ -221,6 +221,18 @@ def warn_of_earlier_steps(steps: int, of: str = "micro-batches'") -> None:
     )
 
 
+def warn_of_another_way(before: Reading, now: Reading, steps: int) -> None:
+    """The same of replicas, if their losses come together in another way than in the steps before.
+
+    Args:
+        before: what was known in those steps.
+        now: what is known.
+        steps: how many there were.
+    """
+    if before.fits and (not now.fits or now.way != before.way):
+        warn_of_earlier_steps(steps, "replicas'")
+
+
 def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
     """Add to an error in a step on micro-batches how its batch was cut, where that may be the cause.
 
@@ -275,6 +287,11 @@ def _why_whole(found: Finding, now: Reading) -> str:
         return "`whole_batch_loss=True`"
     if now.writes:
         return f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
+    if now.undecided:
+        return (
+            f"`training_step` changes `{now.undecided}` in one micro-batch alone of those tried, which does not show "
+            "whether the whole batch adds up what they add; until it does"
+        )
     if now.draws:
         return f"`training_step` draws {now.draws}, which its micro-batches would not draw as the whole does"
     if found.failed:

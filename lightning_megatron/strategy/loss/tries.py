@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+from lightning_megatron.mesh.batches import batch_size_of, look_of
 from lightning_megatron.mesh.draws.global_rows import Deal
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
@@ -48,6 +48,7 @@ from lightning_megatron.strategy.loss.said import (
     say_around,
     say_reading,
     say_statistics,
+    warn_of_another_way,
     warn_of_earlier_steps,
     warn_of_logged,
     warn_of_shared_draws,
@@ -129,7 +130,7 @@ class LossTrials:
         if self.replicas is not None:
             self.replicas.unseen, self.replicas.counted = False, None
         known = self.reading.tried and self.reading.whole and not self._weighs_whole(parts)
-        if not known or self._steps == 1 or self.around or self.reading.opaque:
+        if not known or self._steps == 1 or self.around or self.reading.opaque or self.reading.undecided:
             why = self._due(batch, parts)
             if why:
                 self._of_held = held is not None
@@ -217,9 +218,9 @@ class LossTrials:
         if self._steps >= self._next:
             return "time"
         uncut = len(parts) == 1 or reading.whole
-        if reading.whole and not reading.opaque and not self._weighs_whole(parts):
+        if reading.whole and not (reading.opaque or reading.undecided or self._weighs_whole(parts)):
             return ""
-        unsettled = not reading.settled or (self._unsure and not uncut)
+        unsettled = not reading.settled or reading.undecided or (self._unsure and not uncut)
         if self._new_keys or self._differ or (unsettled and self._steps <= _UNSETTLED):
             return "keys"
         counts = list(self.reading.open())
@@ -247,17 +248,17 @@ class LossTrials:
         traces = Traces(self._module, beside=True)
         watched, passes = self._streams.of_batch, self._passes()
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
-        around = middle or sees
         kept = NOTHING_KEPT if self.replicas is None else self.replicas.kept_of(joins, of)
         draws = SameDraws(joins.joins, self._streams.is_foreign, watched.others)
-        tried = Tried(call, self._recording, traces, joins, self._stages, 2, around, draws, kept)
+        tried = Tried(call, self._recording, traces, joins, self._stages, 2, middle or sees, draws, kept)
         step = PipelineStep(self._schedule(len(joins.pieces)), tried, joins.pieces, TRIAL)
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows
         spread = nullcontext() if windows is None else windows.trial()
         with streams, spread, self._stages.running(*checked, training=False) as executor:
             executor.run(step) if passes is None else passes.try_on(step, self._streams)
-        kinds, writes, unsure = tried.written(self._layers, cut=cut)
+        kinds, writes, unsure, _ = verdict = tried.written(self._layers, cut=cut)
+        disproved = self._written.note(verdict) if cut else ""
         own, by_sample, gathers = list[Name](), False, sees is not None and sees.gathers
         if self.replicas is not None:
             own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=gathers, cut=cut)
@@ -270,11 +271,11 @@ class LossTrials:
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
         inside |= bool(tried.traces.weights.found) or tried.draws_compiled
         alone = self._stages.may_run_around and not inside and middle is None
-        of_held = self._of_held  # a batch that ran whole, so that no step was other than one process's
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
-        mine = (own, by_sample), writes, alone, unsure, of_held, len(joins.joins), tried.drawn(watched, cut=cut)
-        told = objects.gather(ToldOfTrial(*mine, turns, self._kept_kinds(kinds)), self._mesh.group("world"))
-        said = zip(*((one.writes, one.draws.apart) for one in told), strict=True)
+        mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
+        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved
+        told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
+        said = zip(*((one.disproved or one.writes, one.draws.apart, one.undecided) for one in told), strict=True)
         found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
@@ -285,15 +286,14 @@ class LossTrials:
         could, self.around = self.around, self.around and not cut and why == "counts"
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [one.own for one in told], cut=cut)
-            other = not self.reading.fits or (before.fits and self.reading.way != before.way)
-            if not cut and why == "other" and before.fits and other:
-                warn_of_earlier_steps(self._steps - 1, "replicas'")
+            if not cut and why == "other":
+                warn_of_another_way(before, self.reading, self._steps - 1)
         if cut and self.reading.whole and all(one.alone for one in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart
-        if cut and not (could and self.around) and not (before.opaque and self.reading.opaque):
-            self._say(before, found, len(parts), "" if found.writes else why)
+        if cut and not (could and self.around):
+            self._say(before, found, len(parts), why, disproved=any(one.disproved for one in told))
         if cut and self._differ and not self.reading.whole:
             warn_of_logged(before, self.reading, self._steps - 1)
         if not cut:
@@ -380,16 +380,13 @@ class LossTrials:
         layers, self._layers = self._layers, ()
         say_statistics(self._module, layers)
 
-    def _say(self, before: Reading, found: Finding, parts: int, why: str) -> None:
+    def _say(self, before: Reading, found: Finding, parts: int, why: str, *, disproved: bool) -> None:
+        if (before.opaque and self.reading.opaque) or (before.undecided and self.reading.undecided):
+            return  # said before
         if self.reading.whole and self.around:
             say_around(found, self.reading, parts)
             return
         say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
-        if self.reading.whole and before.settled and before.fits and why in _LATE:
+        new = (found.writes and not disproved) or found.undecided or before.undecided
+        if self.reading.whole and before.settled and before.fits and not new and why in _LATE:
             warn_of_earlier_steps(self._steps - 1)
-
-
-def look_of(batch: Any) -> Any:
-    """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
-    size = batch_size_of(batch)
-    return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))

@@ -167,6 +167,7 @@ class Finding:
         failed: why the step does not run on a part of a batch, or "".
         gathers: whether the step itself gathers or reduces over the replicas.
         draws: what the step draws for every sample, and micro-batches would draw alike, or "".
+        undecided: name of a value that only one part has changed in every trial, so that it may add up or not, or "".
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -182,16 +183,18 @@ class Finding:
     failed: str = ""
     gathers: bool = False
     draws: str = ""
+    undecided: str = ""
 
-    def settle(self, writes: str, draws: str = "", *, exact: bool) -> None:
+    def settle(self, writes: str, draws: str = "", undecided: str = "", *, exact: bool) -> None:
         """Take over what all ranks have found.
 
         Args:
             writes: see above.
             draws: likewise.
+            undecided: likewise.
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
         """
-        self.writes, self.draws = writes, draws
+        self.writes, self.draws, self.undecided = writes, draws, undecided
         for key, ways in self.logs.items():
             strict = exact and key in self.wide
             floor = _ROUNDING[torch.float64] if strict else self.rounding  # below which the usual way is the likeliest
@@ -304,6 +307,7 @@ class Reading:
         opaque: whether no trial has told anything, and the latest found losses that are no finite numbers.
         tried: whether there was a trial: what it has ruled out stays so, however well it fits a later batch.
         draws: see :class:`Finding`.
+        undecided: see :class:`Finding`.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -314,6 +318,7 @@ class Reading:
     opaque: bool = False
     tried: bool = False
     draws: str = ""
+    undecided: str = ""
 
     def after(self, found: Finding) -> Reading:
         """What is known after a further trial."""
@@ -324,7 +329,7 @@ class Reading:
         logs = _both(self.logs, found.logs)
         opaque = found.opaque and not (self.fits and self.settled)
         writes, draws = self.writes or found.writes, self.draws or found.draws
-        return Reading(fits, writes, logs, found.tells, self.stays, opaque, tried=True, draws=draws)
+        return Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, found.undecided)
 
     @property
     def within(self) -> dict[str, Any]:
@@ -334,7 +339,7 @@ class Reading:
     @property
     def whole(self) -> bool:
         """Whether the batch has to stay whole."""
-        return self.stays or self.opaque or not self.fits or bool(self.writes or self.draws)
+        return self.stays or self.opaque or not self.fits or bool(self.writes or self.draws or self.undecided)
 
     @property
     def tells_replicas(self) -> bool:

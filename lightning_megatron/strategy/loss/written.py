@@ -7,6 +7,7 @@ each micro-batch finds what the first one found, and what they leave is put toge
     self.calls += 1                   the same for every part      as the last one leaves it
     self.right += (p == y).sum()      adds up                      what was there, and the sum of what each has added
     self.bank[indices] = rows         other elements each          the batch has to stay whole: one may come twice in it
+    if hard.any(): self.hits += 1     by one of them alone         the same, until two of them show whether it adds up
     self.kept.append(loss)            an entry for each            what was there, and their mean, or their sum
     self.kept.extend(rows)            as many as samples           what was there, and all of them
     self.ema = 0.9 * ema + 0.1 * x    none of these                the batch has to stay whole
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,13 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal
 from lightning_megatron.strategy.logs.combining import Narrowed
-from lightning_megatron.strategy.loss.tables import Name, Table, spelled
+from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, spelled
 from lightning_megatron.strategy.loss.traces import Changes
 
 Weights = Mapping[Any, Sequence[float]]
 """Ways to weigh the parts of a join: "sizes" (samples), or what counts their targets -> weight of each part."""
+_ADDED = frozenset({"sum", "each"})
+_SMALL = 1024  # elements of a tensor that is compared in every batch
 Kinds = tuple[Any, ...]
 """Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one behind the
 other), "total" (of one entry of a list each), "once" (of one of the parts), "set" (elements, other ones by
@@ -55,9 +58,25 @@ class Join:
     assigned: Collection[Name] = ()
 
 
+class Verdict(NamedTuple):
+    """How what a step writes comes of what the steps of the parts write.
+
+    Attributes:
+        kinds: name of a value -> how.
+        whole: name of one that has to be written by the whole batch, or ""; one that layers write before any other.
+        unsure: whether later batches may show another way.
+        alone: names of those that add up, but of which no two parts have changed the same.
+    """
+
+    kinds: dict[Name, Kinds]
+    whole: str
+    unsure: bool
+    alone: frozenset[Name]
+
+
 def judge(
     joins: Sequence[Join], layers: Sequence[str] = (), lasting: Collection[Name] = (), *, cut: bool = True
-) -> tuple[dict[Name, Kinds], str, bool]:
+) -> Verdict:
     """How what the step writes comes of what its parts write.
 
     Args:
@@ -65,19 +84,18 @@ def judge(
         layers: names of modules that may write what depends on their micro-batch.
         lasting: what even these may not: buffers, and what their next call reads.
         cut: whether the parts are micro-batches, of which two may assign to one element in a later batch.
-
-    Returns:
-        Name -> how; the name of one value that has to be written by the whole batch, or "": one that layers write
-        before any other; and whether later batches may show another way.
     """
     kinds: dict[Name, list[Kinds]] = {}
     starts: dict[Name, list[Any]] = {}
+    met: set[Name] = set()
     for join in joins:
         for name in dict.fromkeys(name for found in (*join.parts, join.whole) for name in found):
             before = next(found[name] for found in (*join.parts, join.whole) if name in found)[0]
             *apart, together = (found[name][1] if name in found else before for found in (*join.parts, join.whole))
             ways = _kinds_of(before, apart, together, join.weights)
-            if ways == ("sum",) and name in join.assigned and not _meet(before, apart):
+            if _meet(before, apart) or isinstance(together, set):
+                met.add(name)
+            elif ways == ("sum",) and name in join.assigned:
                 ways = ("set",)
             kinds.setdefault(name, []).append(ways)
             starts.setdefault(name, []).append(before)
@@ -87,11 +105,12 @@ def judge(
     alike = {name: found for name, found in common.items() if found}
     inside = Parts(layers)
     known = {name for name, ways in alike.items() if not (cut and "set" in ways)}
-    others = [name for name in kinds if name not in known and (name in lasting or name[0] not in inside)]
-    others.sort(key=lambda name: name[0] not in inside)
+    matter = [name for name in kinds if name in lasting or name[0] not in inside]
+    others = sorted((name for name in matter if name not in known), key=lambda name: name[0] not in inside)
+    alone = frozenset(name for name in matter if name not in met and alike.get(name, ("",))[0] in _ADDED)
     plain = {name for name, (kind, *_) in alike.items() if kind not in ("same", "once")}
     unsure = any(all(_is_nothing(start) for start in starts[name]) for name in plain)
-    return alike, spelled(others[0]) if others else "", unsure
+    return Verdict(alike, spelled(others[0]) if others else "", unsure, alone)
 
 
 def _is_nothing(value: Any) -> bool:
@@ -100,13 +119,12 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _meet(before: Any, apart: Sequence[Any]) -> bool:
-    """Whether several parts change one number, or one element of a list or tensor; or it is none of these, or grows."""
-    if isinstance(before, Tensor):
-        alike = all(now.shape == before.shape for now in apart)
-        return not alike or bool((sum((now != before).int() for now in apart) > 1).any())
-    if isinstance(before, list):
+    """Whether several parts change one number, or one element of a list or tensor, or let it grow."""
+    if isinstance(before, Tensor) and all(isinstance(now, Tensor) and now.shape == before.shape for now in apart):
+        return bool((sum((now != before).int() for now in apart) > 1).any())
+    if isinstance(before, list) and all(isinstance(now, list) and len(now) == len(before) for now in apart):
         return any(_meet(row[0], row[1:]) for row in zip(before, *apart, strict=True))
-    return sum(now != before for now in apart) > 1
+    return sum(not is_equal(now, before) for now in apart) > 1
 
 
 def _kinds_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:
@@ -154,7 +172,31 @@ class Written:
 
     def __init__(self) -> None:
         self._ways = Narrowed()
+        self._open, self._met = set[Name](), set[Name]()
         self.slots: dict[Name, tuple[Table, Any, Any, int | None]] = {}
+
+    def note(self, verdict: Verdict) -> str:
+        """Take note of what parts have changed alone, in a trial of micro-batches.
+
+        Returns:
+            Name of a value of code around the layers that comes together in none of the ways that earlier trials have
+            allowed; or "". One that was not there before may do so, as it was not added to.
+        """
+        self._met |= verdict.kinds.keys() - verdict.alone
+        self._open = (self._open | verdict.alone) - self._met
+        for name, ways in verdict.kinds.items():
+            left = self._ways.left.get(name, ways)
+            around = name in self.slots and self.slots[name][-1] is None
+            if around and ways != ("once",) != left and not set(left).intersection(ways):
+                return spelled(name)
+        return ""
+
+    @property
+    def undecided(self) -> str:
+        """Name of a value that adds up, or is changed once where any part meets a condition: which, does not show; or
+        "".
+        """
+        return min(map(spelled, self._open), default="")
 
     def learn(self, name: Name, kinds: Kinds, place: tuple[Table, Any], turn: int | None, usual: Any = None) -> None:
         """Take note of what a trial has seen.
@@ -208,6 +250,18 @@ def total(entries: Sequence[Any]) -> Any:
         return MISSING
     with torch.no_grad():
         return sum(entries[1:], entries[0])
+
+
+def are_unlike(values: Sequence[Any]) -> bool | Tensor:
+    """Whether small values that micro-batches have left are not the same; on an accelerator, a tensor that tells."""
+    first, *others = values
+    if type(first) in NUMBERS:
+        return any(type(value) is type(first) and value != first for value in others)
+    if type(first) is not Tensor or first.numel() > _SMALL:
+        return False
+    if any(type(value) is not Tensor or value.shape != first.shape for value in others):
+        return False
+    return torch.stack([(value.detach() != first.detach()).any() for value in others]).any() if others else False
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_megatron.mesh.batches import batch_size_of
+from lightning_megatron.mesh.batches import batch_size_of, look_of
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
@@ -33,7 +33,6 @@ from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.tries import look_of
 from lightning_megatron.strategy.loss.weighing import Extremes, candidates
 from lightning_megatron.strategy.loss.written import Written
 from lightning_megatron.strategy.step.step import Outcome
@@ -165,7 +164,8 @@ class EvaluatedParts:
             executor.run(step) if passes is None else passes(step, self._undone)
         if repeats is not None:
             context.experts.end()
-        kinds, writes, unsure = run.written(context.layers)
+        kinds, writes, unsure, _ = verdict = run.written(context.layers)
+        writes = known.written.note(verdict) or writes
         outcome = stages.outcome(partial(self._found, known, step, run, joins), tried(name))
         stages.settle()
         if isinstance(outcome.output, StartOver) and repeats is not None:
@@ -173,7 +173,7 @@ class EvaluatedParts:
             self._try(known, call, batch, parts, name, beyond)
             return
         why, undecided, known.open = outcome.output
-        told = [(writes, unsure, run.drawn())]
+        told = [(writes, unsure or bool(known.written.undecided), run.drawn())]
         world = context.options.gradients.experts > 1
         for axis in ("world",) if world else ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             told = [each for some in objects.gather(told, context.mesh.group(axis)) for each in some]
