@@ -70,6 +70,7 @@ ROWS: list[Any] = [
             ("moving_biasbyattribute", 1, {"micro_batch_size": 4}, {}),
             ("moving_biasbyattribute", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("moving_biasbybuffer", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            ("moving_biasbyattribute", 4, {**PIPE, "expert_parallel_size": 1}, {}),
             ("gathering_biasbyattribute", 2, {}, {}),
             ("gathering_biasbybuffer", 2, {**TWO, **OWN}, {}),
             ("by_sequence", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
@@ -214,7 +215,6 @@ REFUSED: list[Any] = [
             ("biased", 1, {"expert_balance": "bias", "compile_layers": True}, "`compile_layers=False`"),
             *((f"moving_{name}", 2, OWN, "balance_bias` differs between replicas") for name in BIASES),
             *((f"moving_{name}", 2, {}, "`training_step` writes `layers.") for name in BUFFERS),  # a warning
-            ("moving_biasbyattribute", 4, {**PIPE, "expert_parallel_size": 1}, "balance_bias` differs between"),
             ("flat", 2, {}, "must be that of the samples"),
             ("tight", 1, {"micro_batch_size": 4, "whole_batch_loss": False}, "leave `whole_batch_loss` at 'auto'"),
         )

@@ -33,12 +33,11 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 2), {"micro_batch_size": 4}),
     ((2, 2), {**UNCUT, "pipeline_schedule": "zb-v"}),
 ]
-EVERYDAY = ("padded", "late", "logs", "sum")
+EVERYDAY = ("padded", "late", "logs", "sum", "followed")
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if number == 0 and name in EVERYDAY else WIDE)
     for number, (layout, arguments) in enumerate(LAYOUTS)
-    for name in WEIGHED
-    if name != "seen"
+    for name in (*WEIGHED, "followed")
 ]
 
 
@@ -54,8 +53,6 @@ LAYOUTS_SAID: list[Any] = [
 ]
 SAID = {
     "in_batch": r"two parts of a batch at once, .* it depends on which samples it sees together. Each of the \d repl",
-    "followed": r"`training_step` writes `layers.\d.mean`, .* from the samples of each of the",
-    "seen": "`training_step` writes `calls` from the samples of each of the",
     "normed": r"`layers.0.3` \(BatchNorm1d\) computes over the samples of each of the",
     "unlike": "nor joined with that of another replica .*: pass `micro_batch_loss_weight=...`",
     "logs_others": r"`ratio` \(.*loss_modules.py:\d+\) for a batch is not made of what its",

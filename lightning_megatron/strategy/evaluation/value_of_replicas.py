@@ -3,6 +3,7 @@
 A number, a set or a list of numbers that grows by each sample; a list or tensor that grows by entries or rows::
 
     what was there  +  what each replica has added                      sums, sets
+    the mean of what each has, weighed as the losses                    numbers, of one batch: running means
     what was there, then batch by batch  their entries, or one of them  lists: all, their mean, or their sum
 """
 
@@ -99,8 +100,11 @@ class KeptValue:
             if added is None or (way != "each" and any(len(entries) > 1 for entries in added)):
                 return ToldValue(None)
             return ToldValue(_sent(added), weights, sizes)
-        if way not in _PLACES or not _is_number(now) or not _is_number(start):
+        if not _is_number(now) or (way in _PLACES and not _is_number(start)):
             return ToldValue(None)
+        if way not in _PLACES:
+            weights = [each[way] for each in batches if way in each]
+            return ToldValue(_sent(now) if len(batches) == len(weights) == 1 else None, weights, sizes)
         if isinstance(now, Tensor) and isinstance(start, Tensor) and now.shape != start.shape:
             return ToldValue(_sent(self._rows(now, start)), sizes, sizes)
         return ToldValue(_sent(now - start))
@@ -113,27 +117,40 @@ class KeptValue:
             told: by each replica.
             way: as for :meth:`tell`.
         """
-        now, start = self.now(module), self.start
+        now = self.now(module)
+        value = self.together(now, told, way)
+        if isinstance(now, LISTS):
+            refill(now, value)
+        else:
+            self._set(module, now, value)
+
+    def together(self, now: Any, told: Sequence[ToldValue], way: Any) -> Any:
+        """What it is of all samples.
+
+        Args:
+            now: what it is of this replica's.
+            told: see :meth:`put`.
+            way: likewise.
+        """
+        start = self.start
         if isinstance(now, set):
-            refill(now, now.union(*(each.added for each in told)))
-        elif isinstance(now, (list, deque)):
+            return now.union(*(each.added for each in told))
+        if isinstance(now, (list, deque)):
             before = list(start) if isinstance(start, LISTS) else []
             if way in _PLACES:
                 rows = zip(before, *(_placed(each.added, now) for each in told), strict=True)
-                refill(now, [sum(_counting(deltas, way), entry) for entry, *deltas in rows])
-            else:
-                entries = _entries(told, way)
-                refill(now, [*before, *(_placed(entry, now[-1]) for entry in entries)] if len(now) else before)
-        else:
-            grows = isinstance(told[0].added, list)
-            added = [_placed(each, now) for each in (_entries(told, "rows") if grows else [e.added for e in told])]
-            if grows:
-                value = torch.cat([start, *added])
-            elif way == "set" and isinstance(start, Tensor):
-                value = reduce(lambda one, other: torch.where(other != 0, start + other, one), added, start)
-            else:
-                value = sum(_counting(added, way), start)
-            self._set(module, now, value)
+                return [sum(_counting(deltas, way), entry) for entry, *deltas in rows]
+            return [*before, *(_placed(entry, now[-1]) for entry in _entries(told, way))] if len(now) else before
+        grows = isinstance(told[0].added, list)
+        added = [_placed(each, now) for each in (_entries(told, "rows") if grows else [e.added for e in told])]
+        if grows:
+            return torch.cat([start, *added])
+        if way not in _PLACES:
+            weights = [each.weights[0] for each in told]
+            return sum(value * (weight / sum(weights)) for value, weight in zip(added, weights, strict=True))
+        if way == "set" and isinstance(start, Tensor):
+            return reduce(lambda one, other: torch.where(other != 0, start + other, one), added, start)
+        return sum(_counting(added, way), start)
 
     def _rows(self, now: Any, before: Any) -> list[Any] | None:
         """What each batch has added at the end; ``None`` if anything else was done."""

@@ -17,6 +17,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
+from lightning_megatron.strategy.carried.all_samples import AllSamples
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.generation.repeats import Repeats
@@ -94,6 +95,8 @@ class Cuts:
         self._said_turns: str | None = None
         self.latest = Cut([1.0], float(self._layout.data))
         self.trials = LossTrials(context)
+        replicas = self.trials.replicas
+        self.all_samples = None if replicas is None else AllSamples(context, replicas)
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
         alone = self._layout.pipeline == 1 and self._options.micro_batch_size == "auto"
         if tries and not alone:
@@ -170,6 +173,7 @@ class Cuts:
             if mixed:
                 self.trials.keep_whole()
                 parts, cut = self._cut(call, batch, split)
+        self._write_all(call, batch)
         return parts, cut
 
     def uncut(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> Cut:
@@ -186,7 +190,19 @@ class Cuts:
         if first and self._backwards_told.is_due() and not told.whole and replicas is not None:
             with self.mixing.counts.aside(always=True):
                 self._backwards_told.look(call, replicas.pieces_of(batch), told.way)
+        self._write_all(call, batch)
         return self.latest
+
+    def _write_all(self, call: Callable[[Any], Any], batch: Any) -> None:
+        """Let values that the step goes on from be written from the samples of all replicas."""
+        if self.all_samples is not None:
+            with self.mixing.counts.aside(always=True):
+                self.all_samples.write(call, batch)
+
+    def settle(self) -> None:
+        """Behind the step: what it goes on from is what the samples of all replicas have written."""
+        if self.all_samples is not None:
+            self.all_samples.settle()
 
     def _look_at_loaders(self) -> None:
         """Find out whether replicas may have unlike numbers of samples; collective where there are new loaders."""

@@ -30,11 +30,12 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.loss.pieces_tried import Joins, KeptRows, RowsOfPieces, Tried, unlike_pair
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
-from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
@@ -95,6 +96,7 @@ class OverReplicas:
         kept: what the step keeps of each sample for the next.
         read: names that hooks behind the loop read.
         collected: those that nothing else reads, where what is kept under them comes together.
+        carried: what steps write from the samples of each replica, and go on from.
         counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
             no message has told.
     """
@@ -106,6 +108,7 @@ class OverReplicas:
         self.counted: tuple[Callable[[Any], float], float] | None = None
         self.read: Collection[str] = ()
         self.collected: Collection[str] = ()
+        self.carried = Carried(module, mesh)
         self._layers, self._ways = Parts(layers), Narrowed()
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
@@ -160,7 +163,9 @@ class OverReplicas:
         Returns:
             Their names, and whether there are others that have a row for each sample, which this trial did not cut.
         """
-        changes = tried.changes(0)
+        changes: Changes = {}
+        for join in tried.joins():
+            changes = {name: change for part in (join.whole, *join.parts) for name, change in part.items()} | changes
         lasting = traces.lasting(set(changes)) | {name for name, (kind, *_) in kinds.items() if kind in _GROWS}
         lasting |= {name for name in changes if is_in(name, self.read)}
         rows = self.learn_rows(tried, lasting)
@@ -172,9 +177,9 @@ class OverReplicas:
             mine.setdefault(sendable(name, self._module), []).append(name)
         found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
-            others = (said for said, names in mine.items() if any(kinds.get(name) != ("same",) for name in names))
+            found = self.carried.judge(tried, mine, found, kinds, self._is_kept)
             metric = tried.mixed_metric(cut=cut)
-            found = list(dict.fromkeys([*found, *others, *traces.weights.unlike, *([metric] if metric else [])]))
+            found = list(dict.fromkeys([*found, *traces.weights.unlike, *([metric] if metric else [])]))
         return found, bool(rows.difference(tried.kept.names))
 
     @property
@@ -200,6 +205,10 @@ class OverReplicas:
         """
         for name, ways in common_kinds(told).items():
             self._ways.learn(name, ways, usual)
+
+    def comes_together(self, name: Name) -> bool:
+        """Whether a value comes together behind the last batch, or has a row for each sample."""
+        return bool(self._is_kept(name) and self.ways.get(sendable(name, self._module))) or name in self.kept.places
 
     def _is_kept(self, name: Name) -> bool:
         return name[0] not in self._layers and is_in(name, self.collected)
@@ -239,7 +248,9 @@ class OverReplicas:
             own: what :meth:`own_values` gives on each rank.
             cut: whether the batch runs in micro-batches.
         """
+        self.carried.learn(now.way if now.fits and now.way else "sizes")
         new = list(dict.fromkeys(name for names, _ in own for name in names if name not in self._told))
+        new = [name for name in new if name not in self.carried.ways]
         self._told.update(new)
         if self._has_routers is None:
             self._has_routers = any(objects.gather(bool(routers_of(self._module)), self._mesh.group("world")))

@@ -280,14 +280,18 @@ class Tried:
             layers: names of the trunk's.
             cut: whether micro-batches update one metric, and not replicas each its own.
         """
-        joins = [
-            Join([self._changes[at] for at in pair], self._changes[both], self._weights(both), self.traces.assigned)
-            for both, pair in self._pieces.joins.items()
-        ]
+        joins = self.joins()
         lasting = self.traces.lasting({name for found in self._changes for name in found})
         verdict = judge(joins, layers, lasting, cut=cut)
         writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or verdict.whole
         return verdict._replace(whole=next((spelled(name) for name in sorted(self.traces.weights.found)), writes))
+
+    def joins(self) -> list[Join]:
+        """What parts have written, and what they have at once."""
+        return [
+            Join([self._changes[at] for at in pair], self._changes[both], self._weights(both), self.traces.assigned)
+            for both, pair in self._pieces.joins.items()
+        ]
 
     def mixed_metric(self, *, cut: bool) -> Name | None:
         """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""

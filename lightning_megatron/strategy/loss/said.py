@@ -101,6 +101,21 @@ def warn_of_untried(replicas: int) -> None:
     )
 
 
+def say_written_by_all(names: Iterable[Name], replicas: int) -> None:
+    """Say that a pass on the samples of all replicas goes before each step.
+
+    Args:
+        names: of values that the step writes from its samples, and goes on from.
+        replicas: how many there are.
+    """
+    rank_zero_info(
+        f"`training_step` writes {_listed(names)} from the samples of a batch and goes on from it. So that each of the "
+        f"{replicas} replicas goes on from what one process writes, each step runs once more before, forward only, on "
+        "the samples of all replicas. What the replicas gather themselves (`self.all_gather(x)`) needs no such pass; "
+        "`whole_batch_loss=False` leaves each replica its own."
+    )
+
+
 def warn_of_replicas(
     before: Reading,
     found: Finding,
@@ -126,7 +141,7 @@ def warn_of_replicas(
     """
     modules, mine = dict(module.named_modules()), list(own)
     norms = [name for name, child in modules.items() if isinstance(child, _BatchNorm) and child.training]
-    values = [spelled(name) for name in mine if not isinstance(modules.get(name[0]), _BatchNorm)]
+    values = [name for name in mine if not isinstance(modules.get(name[0]), _BatchNorm)]
     unlike = (not now.fits and before.fits) or not before.tried
     mixes = unlike and not (now.fits or found.gathers or found.draws)
     if norms and (mixes or len(values) < len(mine)):
@@ -160,10 +175,8 @@ def warn_of_replicas(
             "draws from torch's generators; or pass `whole_batch_loss=False` if each replica's own is meant."
         )
     if values and not now.stays:
-        names = ", ".join(f"`{name}`" for name in values[:_NAMED])
-        more = f" and {len(values) - _NAMED} others" if len(values) > _NAMED else ""
         rank_zero_warn(
-            f"`training_step` writes {names}{more} from the samples of each of the {replicas} replicas, where one "
+            f"`training_step` writes {_listed(values)} from the samples of each of the {replicas} replicas, where one "
             "process writes it from all of them. Write a mean over the replicas (`self.all_gather(x).mean(0)`), use a "
             "torchmetrics object, or pass `whole_batch_loss=False` if each replica's own is meant."
         )
@@ -267,6 +280,12 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
 def with_lines(keys: Iterable[str], found: Finding) -> str:
     """Keys of logged numbers, each with the line that logs it, where that is known."""
     return ", ".join(f"`{key}` ({found.lines[key]})" if key in found.lines else f"`{key}`" for key in keys)
+
+
+def _listed(names: Iterable[Name]) -> str:
+    """The first names of some values, and how many others there are."""
+    words = [f"`{spelled(name)}`" for name in names]
+    return ", ".join(words[:_NAMED]) + (f" and {len(words) - _NAMED} others" if len(words) > _NAMED else "")
 
 
 def _speaks_of_sizes(error: Exception) -> bool:

@@ -111,6 +111,11 @@ class Traces:
                     self.assigned.add((table.name, key))
         return found
 
+    def values(self) -> Iterator[tuple[Name, Any]]:
+        """Names and values, as they were."""
+        for table, kept in self._compared:
+            yield from (((table.name, key), kept.earlier(key)) for key in kept.values)
+
     def rebound(self) -> dict[Name, tuple[MutableMapping[Any, Any], Any]]:
         """Names that stand for another object than before: where they are kept."""
         found: dict[Name, tuple[MutableMapping[Any, Any], Any]] = {}

@@ -74,6 +74,7 @@ class PlainStep:
             output = self._experts.ending(call)(batch)
             unseen = self._cuts.trials.tells
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
+        self._cuts.settle()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if compares:
             compared = loss.detach() if isinstance(loss, Tensor) and automatic else None

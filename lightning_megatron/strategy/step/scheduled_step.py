@@ -92,6 +92,7 @@ class ScheduledStep:
             self._stages.note_missing(error)
             self.cuts.backwards.rest(failed=True)
             raise
+        self.cuts.settle()
         self.cuts.backwards.rest()
         self.cuts.trials.note_logged(self._outcome)
         if self._outcome.loss is None:

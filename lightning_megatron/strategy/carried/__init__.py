@@ -1,0 +1,1 @@
+"""What steps of several replicas go on from, written from the samples of all of them."""

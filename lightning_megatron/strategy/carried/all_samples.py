@@ -1,0 +1,266 @@
+"""What steps of several replicas go on from, written from the samples of all of them.
+
+A queue of keys, a codebook that follows its vectors, a running maximum: a step writes it from the samples that it sees,
+and a later step reads it. One process sees those of all replicas. So before such a step runs, it runs once more on the
+samples of all, forward only; what the step leaves behind is what this pass has written::
+
+    replica 0    pass [0 1 2 3] ──▶ writes W      step [0 1], forward and backward      goes on from W
+    replica 1    pass [0 1 2 3] ──▶ writes W      step [2 3], forward and backward      goes on from W
+
+Both find what the batch before has left. Where all values surely come together (:mod:`.ways_on`), there is no pass: the
+replicas tell each other behind the step what they have added. Which these are is found out by trials
+(:mod:`~lightning_megatron.strategy.loss.over_replicas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, no_grad
+
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors
+from lightning_megatron.mesh.draws.given_again import State, set_state
+from lightning_megatron.mesh.draws.global_rows import Rows
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.pipeline.elsewhere.away import source_of
+from lightning_megatron.pipeline.elsewhere.containers import MISSING
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, refill
+from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
+from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.evaluation.value_of_replicas import KeptValue
+from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.hooks.backward_code import takes_gradients
+from lightning_megatron.strategy.lightning.samplers import deals_in_turns
+from lightning_megatron.strategy.logs.step_logs import no_logs
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas, joined
+from lightning_megatron.strategy.loss.pieces_tried import Tried
+from lightning_megatron.strategy.loss.tables import Name, Table, found_again, sendable, spelled
+from lightning_megatron.strategy.loss.traces import Traces, as_it_is
+from lightning_megatron.strategy.step.step import Outcome
+from lightning_megatron.strategy.step.step_context import StepContext
+
+
+class _OnePiece(NamedTuple):
+    """What the pass runs."""
+
+    pieces: list[Any]
+    joins: dict[int, tuple[int, ...]]
+
+
+@dataclass
+class _Slot:
+    """A value that the step goes on from.
+
+    Attributes:
+        kept: where it is, and what it was.
+        way: how it comes together over replicas; "" where a pass has written it.
+        original: the object that it was.
+        stand: what the step finds in the place of a tensor, whose graph may hold it.
+        written: from all samples, where a pass has written it.
+    """
+
+    kept: KeptValue
+    way: Any
+    original: Any
+    stand: Any
+    written: Any = MISSING
+
+
+class AllSamples:
+    """Lets the steps of a run go on from what the samples of all replicas write.
+
+    Args:
+        context: what steps run on.
+        replicas: know which values these are.
+    """
+
+    def __init__(self, context: StepContext, replicas: OverReplicas) -> None:
+        self._context, self._module, self._replicas = context, context.module, replicas
+        self._tables: dict[Name, tuple[Table, Any] | None] = {}
+        self._slots: dict[Name, _Slot] = {}
+        self._counts: dict[Any, float] = {}
+
+    def write(self, call: Callable[[Any], Any], batch: Any) -> None:
+        """Before a step: the pass on the samples of all replicas, where values do not come together otherwise.
+        Collective over the world.
+
+        Args:
+            call: the user's step, taking a batch.
+            batch: of this replica.
+
+        Raises:
+            RuntimeError: the batches of the replicas cannot be joined, or the step does not run on them at once.
+        """
+        self._slots, names = {}, self._replicas.carried.ways
+        if not names:
+            return
+        passes, written = not all(names.values()), dict[Name, Any]()
+        traces = Traces(self._module, beside=True) if passes or not self._tables.keys() >= names.keys() else None
+        if passes and traces is not None:
+            written = self._written(call, self._joined(batch, names), traces, names)
+        every = dict.fromkeys([*names, *written])
+        if traces is not None:
+            self._tables = {name: traces.start_of(name) for name in every}
+        weigh = {way for way in names.values() if callable(way)}
+        self._counts = {"sizes": float(batch_size_of(batch)), **{way: float(way(batch)) for way in weigh}}
+        found = {name: self._slot(name, "" if passes else names[name], written) for name in every}
+        self._slots = {name: slot for name, slot in found.items() if slot is not None}
+
+    def settle(self) -> None:
+        """Behind the step: let it have written what the samples of all replicas write. Collective over these.
+
+        Raises:
+            RuntimeError: the step has done something else with a value than in the steps that were tried.
+        """
+        slots, self._slots = self._slots, {}
+        if not slots:
+            return
+        together = {name: slot for name, slot in slots.items() if slot.way}
+        for slot in together.values():
+            slot.kept.end_batch(self._module)
+        mine = {n: slot.kept.tell(self._module, slot.way, [self._counts]) for n, slot in together.items()}
+        told = [each or {} for each in objects.gather(mine, self._replicas.group)] if together else []
+        for name, slot in together.items():
+            each = [one[name] for one in told]
+            if any(one.added is None for one in each):
+                self._refuse([name], "in this step it writes it otherwise than in those that were tried")
+            slot.written = slot.kept.together(slot.kept.now(self._module), each, slot.way)
+        for slot in slots.values():
+            self._set(slot)
+
+    def _set(self, slot: _Slot) -> None:
+        key, values = slot.kept.key, found_again(self._module, slot.kept.table)
+        if values is None:
+            return
+        now, value = values.get(key, MISSING), slot.written
+        if value is MISSING:
+            values.pop(key, None)
+        elif isinstance(value, State):
+            set_state(slot.original, value)
+        elif isinstance(value, LISTS) or isinstance(now, LISTS):
+            holder = now if isinstance(now, LISTS) else type(value)()
+            refill(holder, value)
+            values[key] = holder
+        elif now is slot.stand and isinstance(value, Tensor) and value.shape == slot.original.shape:
+            with no_grad():
+                slot.original.copy_(value)
+            values[key] = slot.original
+        else:
+            values[key] = value
+
+    def _joined(self, batch: Any, names: Collection[Name]) -> Any:
+        """The samples of all replicas, in the order of one process."""
+        if self._replicas.kept.places:
+            rows = ", ".join(f"`{spelled(name)}`" for name in self._replicas.kept.places)
+            self._refuse(names, f"it keeps {rows} of each sample of the batch before")
+        told = objects.gather(map_tensors(batch, lambda tensor: tensor.detach().cpu()), self._replicas.group)
+        whole: Any = told[0]
+        for other in told[1:]:
+            whole = None if whole is None else joined(whole, other)
+        if not all(objects.gather(whole is not None, self._context.mesh.group("world"))):
+            self._refuse(names, "their batches cannot be joined, as their samples are of unlike sizes")
+        sizes = [batch_size_of(each) for each in told]
+        if len(set(sizes)) == 1 and deals_in_turns(self._module):
+            order = torch.arange(sum(sizes)).view(len(sizes), -1).t().flatten()
+            whole = map_tensors(whole, lambda tensor: tensor[order] if tensor.shape[:1] == order.shape else tensor)
+        return map_tensors(whole, lambda tensor: tensor.to(self._context.device))
+
+    def _written(
+        self, call: Callable[[Any], Any], whole: Any, traces: Traces, names: Collection[Name]
+    ) -> dict[Name, Any]:
+        """What a step on all samples writes of some names, on every stage of the pipeline."""
+        context, stages = self._context, self._context.stages
+        call = context.gradients.on_parts(context.experts.ending(call) if stages.repeats is None else call)
+        graphs = context.mesh.layout.pipeline > 1 or takes_gradients(self._module)
+        given = (
+            call,
+            context.recording,
+            traces,
+            _OnePiece([whole], {}),
+            stages,
+            1,
+            nullcontext() if graphs else no_grad(),
+        )
+        tried = Tried(*given)
+        if self._runs(tried, whole):  # it has called the layers again, for the first time
+            tried = Tried(*given)
+            self._runs(tried, whole)
+        mine = {
+            sendable(name, self._module): now
+            for name, (_, now) in tried.changes(0).items()
+            if not self._replicas.comes_together(name)
+        }
+        ends = objects.gather((tried.failed, tried.draws.any), context.mesh.group("world"))
+        if failed := next((failed for failed, _ in ends if failed), ""):
+            self._refuse(names, f"the step does not run on the samples of all of them at once ({failed})")
+        return self._alike(mine, any_draws=any(draws for _, draws in ends))
+
+    def _runs(self, tried: Tried, whole: Any) -> bool:
+        """Run the pass; whether it has to run anew."""
+        context, stages, size = self._context, self._context.stages, batch_size_of(whole)
+        repeats = stages.repeats
+        several = repeats is not None and repeats.includes("training_step")
+        step = PipelineStep(context.schedule(1, forward_only=True), tried, [whole], TRIAL)
+        drawing, running = context.streams.before_step([Rows(0, size, size)]), stages.running(whole, 1, training=False)
+        with drawing, running as executor:
+            if repeats is not None and several:
+                repeats.try_on(step, context.streams)
+            else:
+                executor.run(step)
+        outcome = stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)
+        stages.settle()
+        again = isinstance(outcome.output, StartOver)
+        if repeats is not None and again:
+            repeats.note("training_step")
+        return again
+
+    def _alike(self, mine: dict[Name, Any], *, any_draws: bool) -> dict[Name, Any]:
+        """What the pass has written on any stage; of replicas that draw unlike numbers, what the first one has."""
+        mesh = self._context.mesh
+        if any_draws:
+            mine = dict(_told(mine, mesh.group("data_parallel"))[0])
+        if mesh.layout.pipeline == 1:
+            return mine
+        others = reversed(_told(mine, mesh.group("pipeline_parallel")))
+        return {name: value for each in others for name, value in each.items()} | mine
+
+    def _slot(self, name: Name, way: Any, written: Mapping[Name, Any]) -> _Slot | None:
+        """Where a value is on this rank; ``None`` where another stage has it."""
+        place = self._tables[name]
+        values = None if place is None else found_again(self._module, place[0])
+        if place is None or values is None:
+            return None
+        original = values.get(name[1], MISSING)
+        if source_of(original) is not None or (isinstance(original, Tensor) and not _is_here(original)):
+            return None
+        start = as_it_is(original)
+        stand, value = original, written.get(name, start)
+        if isinstance(original, Tensor):
+            values[name[1]] = stand = original.detach().clone()
+            value = map_tensors(value, lambda tensor: tensor.to(original.device))
+        return _Slot(KeptValue(place[0], name[1], start), way, original, stand, value)
+
+    def _refuse(self, names: Collection[Name], why: str) -> None:
+        listed = ", ".join(f"`{spelled(name)}`" for name in names)
+        raise RuntimeError(
+            f"`training_step` writes {listed} from the samples of a batch and goes on from it, and the replicas cannot "
+            f"write what one process writes from the samples of all: {why}. Write what the replicas gather "
+            "(`self.all_gather(x)`), use a torchmetrics object, or pass `whole_batch_loss=False` if each replica's own "
+            "is meant."
+        )
+
+
+def _told(values: Mapping[Name, Any], group: dist.ProcessGroup) -> list[Mapping[Name, Any]]:
+    """Values of all ranks of a group, whose tensors are on the CPU then."""
+    sent = {name: map_tensors(value, Tensor.cpu) for name, value in values.items()}
+    return [each or {} for each in objects.gather(sent or None, group)]
+
+
+def _is_here(tensor: Tensor) -> bool:
+    """Whether a tensor is more than zeros in the shape of another stage's."""
+    return type(tensor) is Tensor and not tensor.is_meta and (tensor.numel() < 2 or any(tensor.stride()))

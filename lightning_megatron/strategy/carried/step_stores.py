@@ -1,0 +1,203 @@
+"""Attributes that the code of a step stores to, whatever the batch: a trial may not see that they change.
+
+Nothing is added to a count of right answers by a batch without any. So that a step is not taken for one that does not
+write it, its code is read::
+
+    self.right += (p == y).sum()           stored to in each step
+    self.bank.index_add_(0, y, z)          likewise
+    if loss < self.best: self.best = loss  in some steps only: a trial sees it, or does not
+    self.began = time.perf_counter()       of no batch: each process has its own time
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+
+from lightning_megatron.pipeline.cut.syntax import definition_of
+
+_GROW = frozenset(("append", "appendleft", "extend", "insert", "add", "update"))
+_ADD = frozenset(("append", "extend", "update", "add", "add_", "sub_", "mul_", "div_", "lerp_", "copy_", "index_add_"))
+_SAME = frozenset(("detach", "clone", "item", "float", "double", "to"))
+_CLOCKS = frozenset(
+    f"{name}{unit}" for name in ("time", "perf_counter", "monotonic", "process_time") for unit in ("", "_ns")
+) | {"default_timer", "now", "utcnow", "elapsed_time"}
+
+
+def stored_names(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Attributes that functions store to, but for what is behind a condition.
+
+    Args:
+        functions: that a step calls.
+    """
+    return {name for function in functions for name in _stored(function)}
+
+
+def names_of_clocks(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Attributes that functions set to what they have read off a clock.
+
+    Args:
+        functions: likewise.
+    """
+    return {name for function in functions for name in _of_clocks(function)}
+
+
+def is_plainly_written(functions: Iterable[types.FunctionType], name: str) -> bool:
+    """Whether functions write an attribute in each step alike, as sums and means are written: a number times what it
+    was, and something of the batch. So is not a largest value (``max(self.best, loss)``), though a first one, which is
+    larger than what was there, looks like a mean.
+
+    Args:
+        functions: that a step calls.
+        name: of the attribute.
+    """
+    found = [each for function in functions for each in _writes(function, name)]
+    return bool(found) and all(found)
+
+
+def _writes(function: types.FunctionType, name: str) -> Iterator[bool]:
+    """Of each line that writes an attribute, whether it does so plainly."""
+    definition = definition_of(function)
+    if definition is None:
+        yield from (False for each in function.__code__.co_names if each == name)
+        return
+    always = {id(line) for line in _lines(definition.body)}
+    lines = [node for node in ast.walk(definition) if isinstance(node, ast.stmt) and name in _stored_by(node)]
+    if not lines:
+        return
+    held = set[str]()
+    assigned = [each for each in ast.walk(definition) if isinstance(each, (ast.Assign, ast.AnnAssign, ast.NamedExpr))]
+    for each in (*assigned, *assigned):  # twice: a name may be given another name above
+        if each.value is not None and _uses(each.value, name, held):
+            stored = (node for node in ast.walk(each) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+            held.update(node.id for node in stored)
+    yield from (id(line) in always and _is_plain(line, name, lambda value: _uses(value, name, held)) for line in lines)
+
+
+def _uses(value: ast.expr, name: str, held: set[str]) -> bool:
+    """Whether an expression has an attribute in it, or a local name of something made of it."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id in held)
+        for node in ast.walk(value)
+    )
+
+
+def _is_plain(line: ast.stmt, name: str, uses: Callable[[ast.expr], bool]) -> bool:
+    if isinstance(line, ast.AugAssign):
+        direct = isinstance(line.target, ast.Attribute) and line.target.attr == name
+        return direct and isinstance(line.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)) and not uses(line.value)
+    if isinstance(line, ast.Assign):
+        direct = len(line.targets) == 1 and isinstance(line.targets[0], ast.Attribute) and line.targets[0].attr == name
+        return direct and _is_affine(line.value, name, uses)
+    return isinstance(line, ast.Expr) and _adds(line.value, name, uses)
+
+
+def _adds(called: ast.expr, name: str, uses: Callable[[ast.expr], bool]) -> bool:
+    """Whether calls in a chain add to an attribute: ``self.sums.mul_(0.9).add_(new)``."""
+    if isinstance(called, ast.Attribute):
+        return called.attr == name
+    if not isinstance(called, ast.Call) or not isinstance(called.func, ast.Attribute) or called.func.attr not in _ADD:
+        return False
+    given = (*called.args, *(keyword.value for keyword in called.keywords))
+    copies = called.func.attr == "copy_"
+    plain = all(_is_affine(each, name, uses) if copies else not uses(each) for each in given)
+    return plain and _adds(called.func.value, name, uses)
+
+
+def _is_affine(value: ast.expr, name: str, uses: Callable[[ast.expr], bool]) -> bool:
+    """Whether an expression is a number times an attribute, and something else; or has nothing of it."""
+    if not uses(value):
+        return True
+    if isinstance(value, ast.Attribute):
+        return value.attr == name
+    if isinstance(value, ast.UnaryOp):
+        return isinstance(value.op, ast.USub) and _is_affine(value.operand, name, uses)
+    if isinstance(value, ast.BinOp):
+        left, right = (_is_affine(each, name, uses) for each in (value.left, value.right))
+        alone = isinstance(value.op, (ast.Add, ast.Sub))
+        alone |= isinstance(value.op, (ast.Mult, ast.Div)) and not uses(value.right)
+        alone |= isinstance(value.op, ast.Mult) and not uses(value.left)
+        return alone and left and right
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME:
+        return _is_affine(value.func.value, name, uses)
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored(function: types.FunctionType) -> frozenset[str]:
+    definition = definition_of(function)
+    lines = () if definition is None else _lines(definition.body)
+    return frozenset(name for line in lines for name in _stored_by(line))
+
+
+def _lines(lines: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Lines of code that run in each step."""
+    for line in lines:
+        if isinstance(line, (ast.With, ast.For)) or (isinstance(line, ast.If) and _is_training(line.test)):
+            yield from _lines(line.body)
+        else:
+            yield line
+
+
+def _stored_by(line: ast.stmt) -> Iterator[str]:
+    """Attributes that a line stores to, but for those of lines in it."""
+    if isinstance(line, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
+            for each in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
+                yield from _attribute(each)
+    if isinstance(line, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)):
+        yield from _changed(line.value)
+
+
+def _changed(value: ast.expr | None) -> Iterator[str]:
+    """What calls change in place."""
+    for node in ast.walk(value) if value is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if name in _GROW or (name.endswith("_") and not name.startswith("_")):
+                yield from _attribute(node.func.value)
+
+
+def _attribute(node: ast.expr) -> Iterator[str]:
+    """The attribute of an object that an expression is, or is a part of: ``bank`` in ``self.bank[index]``."""
+    while isinstance(node, (ast.Subscript, ast.Starred)) or (
+        isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Subscript, ast.Attribute))
+    ):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        node = node.value
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+
+
+def _is_training(test: ast.expr) -> bool:
+    return isinstance(test, ast.Attribute) and test.attr == "training"
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_clocks(function: types.FunctionType) -> frozenset[str]:
+    definition = definition_of(function)
+    names, found = set[str](), set[str]()
+    for node in ast.walk(definition) if definition is not None else ():
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None or not _reads(node.value, names):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):
+                names.add(target.id)
+            elif isinstance(target, ast.Attribute):
+                found.add(target.attr)
+    return frozenset(found)
+
+
+def _reads(value: ast.expr, names: set[str]) -> bool:
+    """Whether an expression calls a clock, or uses what has come of one."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in _CLOCKS:
+                return True
+        if isinstance(node, ast.Name) and node.id in names:
+            return True
+    return False

@@ -1,0 +1,205 @@
+"""Steps that go on from what they have written from the samples of a batch; what strangers bring."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.harness import RankInfo
+from tests.parity.scenario import Layout, trainer_for
+from tests.strategy.loss_modules import VOCABULARY, Rows
+
+KEYS = 24
+CODES = 6
+
+
+class Carries(Rows):
+    """Keeps something under :attr:`kept`."""
+
+    kept: tuple[str, ...] = ()
+
+    def features(self, x: Tensor) -> Tensor:
+        """One vector for each sample."""
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1)
+
+    def words(self, features: Tensor, y: Tensor) -> Tensor:
+        """How well the features tell the first word."""
+        return F.cross_entropy(self.head(features), y[:, 0])
+
+
+class Codebook(Carries):
+    """A VQ-VAE's, that follows its vectors: each code is a quotient of two moving sums."""
+
+    kept = ("codes", "used", "sums")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", 0.1 * torch.randn(CODES, 8, dtype=torch.float64))
+        self.register_buffer("used", torch.ones(CODES, dtype=torch.float64))
+        self.register_buffer("sums", self.codes.clone())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.features(x)
+        nearest = torch.cdist(z.detach(), self.codes).argmin(1)
+        codes = self.codes[nearest]
+        with torch.no_grad():
+            chosen = F.one_hot(nearest, CODES).to(z)
+            self.used.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.sums.mul_(0.9).add_(chosen.t() @ z, alpha=0.1)
+            self.codes.copy_(self.sums / self.used[:, None])
+        return F.mse_loss(z, codes) + self.words(z + (codes - z).detach(), y)
+
+
+class Queue(Carries):
+    """MoCo's, of the keys of earlier batches."""
+
+    kept = ("queue", "at")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", F.normalize(torch.randn(8, KEYS, dtype=torch.float64), dim=0))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        queries, keys = self.features(x), F.normalize(self.embed.weight[y[:, 0]].detach(), dim=1)
+        others = queries @ self.queue.clone()
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), others], 1)
+        start = int(self.at)
+        self.queue[:, start : start + len(keys)] = keys.t()
+        self.at[0] = (start + len(keys)) % KEYS
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)) + self.words(queries, y)
+
+
+class Peak(Carries):
+    """The largest number so far, of Python's."""
+
+    kept = ("peak",)
+    peak = 0.1
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.features(x) / self.peak
+        self.peak = max(self.peak, z.detach().abs().max().item())
+        return self.words(z, y)
+
+
+class Frequencies(Carries):
+    """Counts words in a dictionary, whose keys come as they come."""
+
+    kept = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, int] = {}
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        rare = torch.tensor([1.0 / (1 + self.seen.get(word, 0)) for word in y[:, 0].tolist()], dtype=torch.float64)
+        for word in y[:, 0].tolist():
+            self.seen[word] = self.seen.get(word, 0) + 1
+        return (rare * F.cross_entropy(self.head(self.features(x)), y[:, 0], reduction="none")).mean()
+
+
+class Replay(Carries):
+    """Trains on samples of earlier batches, too."""
+
+    kept = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: deque[tuple[Tensor, Tensor]] = deque(maxlen=12)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.words(self.features(x), y)
+        if self.memory:
+            earlier = torch.stack([kept for kept, _ in self.memory])
+            loss = loss + self.embed(earlier).pow(2).mean()
+        self.memory.extend(zip(x, y, strict=True))
+        return loss
+
+
+class Centre(Carries):
+    """DINO's: a moving mean of what the head gives, which the next batches are compared with."""
+
+    kept = ("centre",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1, VOCABULARY, dtype=torch.float64))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.head(self.features(x))
+        loss = F.cross_entropy(z - self.centre, y[:, 0])
+        self.centre = 0.9 * self.centre + 0.1 * z.detach().mean(0, keepdim=True)
+        return loss
+
+
+class Counts(Carries):
+    """How often each word has come, and which ones; and of right answers, of which the first batches may have none."""
+
+    kept = ("counts", "right", "words_seen")
+    right = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.ones(VOCABULARY, dtype=torch.float64))
+        self.words_seen = set[int]()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z, first = self.head(self.features(x)), y[:, 0]
+        weights = (self.counts.sum() / self.counts)[first] + self.right + len(self.words_seen)
+        self.counts += torch.bincount(first, minlength=VOCABULARY)
+        self.right += int((z.argmax(1) == first).sum())
+        self.words_seen.update(first.tolist())
+        return (weights * F.cross_entropy(z, first, reduction="none")).mean()
+
+
+class Stopwatch(Rows):
+    """Has a clock, whose time is each process's own."""
+
+    began, slow = 0.0, 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        now = time.perf_counter()
+        if self.began and now - self.began > 1e6:
+            self.slow += 1
+        self.began = now
+        return super().loss(x, y)
+
+
+class Remembers(Codebook):
+    """Keeps, besides, a vector of each sample, which the next batch's samples find."""
+
+    hidden: Any = None
+
+    def features(self, x: Tensor) -> Tensor:
+        z = super().features(x)
+        if self.hidden is not None:
+            z = z + 0.1 * self.hidden
+        self.hidden = z.detach()
+        return z
+
+
+CARRIES: dict[str, type[Rows]] = {
+    kind.__name__: kind for kind in (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Stopwatch, Remembers)
+}
+
+
+def carried(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
+    """What every rank keeps behind two epochs, the losses that were logged, and the weights."""
+    trainer, module = trainer_for(info, layout, arguments, max_epochs=2), CARRIES[name]()
+    losses: list[float] = []
+    module.on_train_batch_end = lambda *_: losses.append(float(trainer.callback_metrics["loss"]))  # type: ignore
+    trainer.fit(module)
+    kept = {each: getattr(module, each) for each in getattr(module, "kept", ())}
+    kept = {each: value.clone() if isinstance(value, Tensor) else value for each, value in kept.items()}
+    weights = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    whole = {key: value.clone() for key, value in weights.items() if isinstance(value, Tensor)}
+    return {"losses": losses, "kept": kept, "weights": {} if info.rank else whole}

@@ -1,0 +1,129 @@
+"""What steps of several replicas go on from is what one process has written from all samples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.strategy.carried.step_stores import is_plainly_written, names_of_clocks, stored_names
+from lightning_megatron.strategy.carried.ways_on import ways_on
+from lightning_megatron.strategy.loss.written import Join
+from tests.harness import one_process, run_trainers
+from tests.parity.scenario import Layout, differences
+from tests.strategy.carried_scenarios import (
+    CARRIES,
+    Centre,
+    Codebook,
+    Counts,
+    Frequencies,
+    Peak,
+    Queue,
+    Replay,
+    Stopwatch,
+    carried,
+)
+
+WIDE = pytest.mark.wide
+UNCUT: dict[str, Any] = {"micro_batch_size": "auto"}
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
+    ((1, 2), UNCUT),
+    ((2, 2), {"micro_batch_size": 1}),
+    ((1, 2), {"micro_batch_size": 1}),
+    ((1, 4), UNCUT),
+    ((1, 2), {**UNCUT, "weight_sharding": True}),
+    ((1, 2), {**UNCUT, "tensor_parallel_size": 2}),
+    ((2, 2), {"pipeline_schedule": "zb-v", "micro_batch_size": 2}),
+]
+EVERYDAY = {(name, 0) for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts")} | {("Codebook", 1)}
+PASSES = "each step runs once more before, forward only, on the samples of all replicas"
+ROWS = [
+    pytest.param(name, layout, arguments, marks=() if (name, number) in EVERYDAY else WIDE)
+    for number, (layout, arguments) in enumerate(LAYOUTS)
+    for name in CARRIES
+    if name not in ("Stopwatch", "Remembers")
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
+def test_replicas_go_on_from_what_one_process_has_written(
+    name: str, layout: Layout, arguments: Mapping[str, Any]
+) -> None:
+    expected = one_process(carried, None, name, {})
+    ranks = layout[0] * layout[1] * arguments.get("tensor_parallel_size", 1)
+    for found in run_trainers(carried, layout, name, arguments, devices=ranks):
+        here = {key: value for key, value in found.value.items() if value}
+        assert not list(differences("", here, {key: expected[key] for key in here}, 1e-9)), found.output
+        assert (PASSES in found.output) == (name != "Centre" and found.rank == 0)
+
+
+@pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=WIDE)], ids=str)
+def test_a_pass_that_would_miss_what_is_kept_of_each_sample_is_refused(layout: Layout) -> None:
+    ranks = layout[0] * layout[1]
+    for found in run_trainers(carried, layout, "Remembers", UNCUT, devices=ranks, check=False, grace=20.0):
+        assert re.search("cannot write what one process writes.*keeps `hidden` of each sample", f"{found.error}")
+
+
+def test_a_clock_asks_for_no_pass() -> None:
+    found = run_trainers(carried, (1, 2), "Stopwatch", UNCUT, devices=2)[0]
+    assert PASSES not in found.output
+
+
+def test_each_replica_has_its_own_where_the_user_means_it() -> None:
+    own = [
+        each.value["kept"]["sums"]
+        for each in run_trainers(carried, (1, 2), "Codebook", {**UNCUT, "whole_batch_loss": False}, devices=2)
+    ]
+    assert not torch.allclose(*own)
+
+
+def _join(before: Any, *apart: Any, whole: Any) -> Join:
+    changes = [{("", "x"): (before, now)} for now in (*apart, whole)]
+    return Join(changes[:-1], changes[-1], {"sizes": [1.0, 1.0]})
+
+
+@pytest.mark.parametrize(
+    ("join", "kinds", "ways"),
+    [
+        (_join(3, 4, 5, whole=6), ("sum",), ("sum",)),
+        (_join(0, 0, 5, whole=5), ("sum",), ()),  # the largest, or a sum
+        (_join(0.0, 1.0, 3.0, whole=2.0), (), ("sizes",)),
+        (_join(0.0, 1.0, 3.0, whole=3.0), (), ()),
+        (_join(0.0, 1.0, 1.0 + 1e-15, whole=1.0), (), ()),  # too close together to tell
+        (_join([], [1.0], [2.0], whole=[1.5]), ("sizes",), ("sizes",)),
+        (_join(torch.zeros(2), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), whole=torch.ones(2)), ("set",), ()),
+    ],
+)
+def test_only_what_surely_comes_together_needs_no_pass(join: Join, kinds: Any, ways: Any) -> None:
+    assert ways_on([join], ("", "x"), kinds) == ways
+
+
+def test_what_the_code_of_a_step_stores_to_in_each_step_is_read() -> None:
+    assert stored_names([Counts.loss]) == {"counts", "right", "words_seen"}
+    assert stored_names([Codebook.loss]) == {"used", "sums", "codes"}
+    assert stored_names([Frequencies.loss]) == {"seen"}
+    assert "slow" not in stored_names([Stopwatch.loss])
+    assert names_of_clocks([Stopwatch.loss]) == {"began"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "plainly"),
+    [
+        (Counts, "counts", True),
+        (Counts, "right", True),
+        (Counts, "words_seen", True),
+        (Centre, "centre", True),
+        (Codebook, "sums", True),
+        (Codebook, "codes", True),  # of others, which are known by themselves
+        (Peak, "peak", False),
+        (Queue, "queue", False),
+        (Queue, "at", False),
+        (Replay, "nothing", False),
+        (Stopwatch, "slow", False),
+    ],
+)
+def test_how_an_attribute_is_written_is_read(kind: Any, name: str, plainly: bool) -> None:
+    assert is_plainly_written([kind.loss], name) == plainly
