@@ -159,6 +159,24 @@ class Rows(Task):
         return ((each * kept).sum(1) / kept.sum(1)).mean()
 
 
+class ZeroHead(Task):
+    """Every token has the same loss at first, whatever weighs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
+
+
+class Labelled(Task):
+    """One target per sample, or none."""
+
+    ignored = -100
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x).mean(1), y, ignore_index=self.ignored)
+
+
 class Sum(Task):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.each(x, y, reduction="sum") / 1000
@@ -484,8 +502,9 @@ class LogsOthers(Rows):
 
 
 WEIGHED: dict[str, Callable[[], Task]] = {
-    "rows": Rows, "padded": Task, "late": Late, "shifted": Shifted, "sum": Sum, "over_batch_size": OverBatchSize,
-    "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming, "logs": Logs,
+    "rows": Rows, "padded": Task, "zero_head": ZeroHead, "late": Late, "shifted": Shifted, "sum": Sum,
+    "over_batch_size": OverBatchSize, "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming,
+    "logs": Logs,
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,

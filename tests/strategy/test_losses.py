@@ -39,6 +39,7 @@ from tests.strategy.loss_modules import (
     WHOLE,
     Dropping,
     Flat,
+    Labelled,
     Late,
     LogsOthers,
     Noisy,
@@ -115,6 +116,19 @@ def test_a_step_in_micro_batches_is_that_of_the_whole_batch(mesh: ParallelMesh, 
     assert not list(differences("", got, expected, 1e-12))
     assert reading.whole is (name in WHOLE)
     assert cuts == (1 if name in WHOLE else 4), "micro-batches run where they may"
+
+
+@pytest.mark.parametrize("ignored", [-100, -1])
+def test_micro_batches_without_a_target_count_nothing(mesh: ParallelMesh, ignored: int) -> None:  # noqa: F811
+    x, _ = tokens(8)
+    targets = torch.tensor([3, 1, 2, 4, 5, ignored, 6, ignored])  # those that come last are tried, too
+    first, second = Labelled(), Labelled()
+    first.ignored = second.ignored = ignored
+    batches = [(x, targets), (x.roll(1, 0), targets.roll(3))]
+    expected, _, _ = _steps(first, mesh, batches)
+    got, reading, cuts = _steps(second, mesh, batches, micro_batch_size=1)
+    assert not list(differences("", got, expected, 1e-12))
+    assert not reading.whole and cuts == 1, "a micro-batch that counts nothing would have gradients that are no numbers"
 
 
 @pytest.mark.parametrize("build", [Dropping, Noisy])
@@ -263,7 +277,12 @@ def test_ways_of_weighing_are_told_apart_by_numbers() -> None:
     equal = find([_part(2.0), _part(2.0)], _part(2.0), [2, 2], counts)
     assert not equal.tells and list(equal.fits) == [None, way]
     assert not find([_part(float("nan")), _part(2.0)], _part(float("nan")), [2, 2], counts).tells
-    assert not find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], {way: [0.0, 15.0]}).tells
+    empty = find([_part(float("nan")), _part(2.0)], _part(2.0), [2, 2], {way: [0.0, 15.0]})
+    assert not empty.tells and list(empty.fits) == [way], "a mean over samples would be no number"
+    counts = {way: [0.0, 15.0, 5.0]}
+    some = find([_part(float("nan")), _part(2.0), _part(1.0)], _part(1.75), [2, 2, 2], counts)
+    assert some.tells and list(some.fits) == [way]
+    assert not find([_part(float("nan")), _part(2.0), _part(1.0)], _part(1.5), [2, 2, 2], counts).fits
 
 
 def test_what_a_part_lacks_and_the_whole_has_is_counted_in_no_known_way() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +32,7 @@ from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, candida
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
+_LEAST = 1e-6  # how unlike a part is that counts nothing, whose loss tells less than that of another
 _PARTS = 5  # most micro-batches that are tried
 _ORDER = "an order of the samples, behind a condition that the trial did not meet:"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
@@ -380,7 +381,7 @@ def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
     for way in candidates(batch, *parts):
         counts = [way(part) / batch_size_of(part) for part in parts]
         for index, (one, other) in enumerate(pairwise(counts)):
-            unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else 0.0
+            unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else _LEAST * (one != other)
             if way.ignored == -100:
                 unlike *= math.e  # torch's own mark for what is no target goes before a token that may be one
             if unlike > best + 1e-9:
@@ -393,8 +394,4 @@ def _has_rows(value: Tensor, size: int) -> bool:
 
 
 def _are_alike(rows: Sequence[Any]) -> bool:
-    return all(isinstance(row, Tensor) for row in rows) and len({row.shape[1:] for row in _tensors(rows)}) == 1
-
-
-def _tensors(rows: Iterable[Any]) -> Iterator[Tensor]:
-    return (row for row in rows if isinstance(row, Tensor))
+    return all(isinstance(row, Tensor) for row in rows) and len({row.shape[1:] for row in rows}) == 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.draws.given_again import state_of
@@ -186,6 +187,36 @@ class Traces:
         """Attributes, dictionaries and objects, but those of modules in ``outside``."""
         parts = Parts(outside)
         return [table for table, _ in self._compared if type(table.values) is dict and table.name not in parts]
+
+
+@contextmanager
+def without_zero_weights(module: nn.Module) -> Iterator[None]:
+    """While it lasts, matrices that are all zero hold other numbers, the same on all ranks.
+
+    A head that begins with zeros gives every sample one loss, whatever weighs the samples, and a trial would learn
+    nothing from the first batch; the gradients are unlike nonetheless.
+    """
+    with torch._C.DisableTorchFunction():  # looking at a weight is no use of it, for whoever watches the step
+        zeros = [
+            weight.data
+            for weight in nn.Module.parameters(module)
+            if weight.ndim > 1 and weight.is_floating_point() and _has_numbers(weight) and not weight.data.any()
+        ]
+        for weight in zeros:
+            rows, columns = (torch.arange(1.0, size + 1, dtype=torch.float64).sin() for size in weight.shape[:2])
+            numbers = torch.outer(rows.to(weight), columns.to(weight))
+            weight.copy_(numbers.view(*weight.shape[:2], *(1 for _ in weight.shape[2:])))
+    try:
+        yield
+    finally:
+        for weight in zeros:
+            weight.zero_()
+        if zeros:
+            torch.clear_autocast_cache()  # it may hold what a trial has cast
+
+
+def _has_numbers(weight: Tensor) -> bool:
+    return not (weight.is_meta or isinstance(weight.data, FakeTensor) or 0 in weight.stride() or not weight.numel())
 
 
 def as_it_is(value: Any) -> Any:

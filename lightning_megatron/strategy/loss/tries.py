@@ -40,21 +40,13 @@ from lightning_megatron.strategy.generation.middle import Exchanged, Middle
 from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
+from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import NOTHING_KEPT, Joins, ToldOfTrial, Tried
-from lightning_megatron.strategy.loss.said import (
-    say_around,
-    say_reading,
-    say_statistics,
-    warn_of_another_way,
-    warn_of_earlier_steps,
-    warn_of_logged,
-    warn_of_shared_draws,
-)
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
-from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
 from lightning_megatron.strategy.loss.weighing import (
     Counted,
     Extremes,
@@ -96,7 +88,7 @@ class LossTrials:
         self._module, self._layers, self._recording = context.module, context.layers, context.recording
         self._stages, self._streams = context.stages, context.streams
         self._schedule = partial(context.schedule, forward_only=True)
-        self._steps, self._next = 0, 1
+        self._steps, self._next, self._flat = 0, 1, -1
         self._looks: set[Any] = set()
         self._held: tuple[Any, Sequence[Any]] | None = None
         self._keys: set[str] = set()
@@ -135,6 +127,9 @@ class LossTrials:
             if why:
                 self._of_held = held is not None
                 self._try_if_possible(call, *(held or (batch, parts)), why)
+            new = held is None and why not in ("", "counts")
+            if new and self.reading.settled and self._counts_otherwise(batch, parts):  # than pieces that counted alike
+                self._try_if_possible(call, batch, parts, "counts")
         else:  # batches are whole, whatever begins
             self._phases.note()
             self._looks_other = self.began = False
@@ -156,7 +151,9 @@ class LossTrials:
         if self._phases is not None:
             self._phases.note()
         if pieces is not None:
-            self._try(call, pieces, why, cut=cut)
+            spread = self._context.gradients.windows is not None  # no weight is whole between steps
+            with nullcontext() if spread or self._steps > 1 else without_zero_weights(self._module):
+                self._try(call, pieces, why, cut=cut)
         elif due:
             self._next = self._steps * _AGAIN
         self._new_keys, self._differ = False, False
@@ -223,20 +220,24 @@ class LossTrials:
         unsettled = not reading.settled or reading.undecided or (self._unsure and not uncut)
         if self._new_keys or self._differ or (unsettled and self._steps <= _UNSETTLED):
             return "keys"
+        return "counts" if self._counts_otherwise(batch, parts) else ""
+
+    def _counts_otherwise(self, batch: Any, parts: Sequence[Any]) -> bool:
+        """Whether ways of counting that were not told apart would weigh this batch otherwise than the one in use."""
         counts = list(self.reading.open())
-        if not counts:
-            return ""
-        if uncut and self.replicas is not None:
+        if not counts or (self.reading.whole and not self._weighs_whole(parts)):
+            return False
+        if (len(parts) == 1 or self.reading.whole) and self.replicas is not None:
             way = self.reading.way
             used: Callable[[Any], float] = way if isinstance(way, Counted) else batch_size_of
             otherwise = self.replicas.count_otherwise(counts, used, batch)
             self._asked += otherwise
-            return "counts" if otherwise and self._asked < _UNSETTLED else ""
+            return otherwise and self._asked < _UNSETTLED
         other = self._beyond is not None or weighs_otherwise(counts, self.reading.way, batch, parts)
         differs = torch.tensor(int(other), device=self._device)
         if self._mesh.layout.data > 1:
             differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
-        return "counts" if int(differs) else ""
+        return bool(differs)
 
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
@@ -275,19 +276,20 @@ class LossTrials:
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
         ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
-        said = zip(*((one.disproved or one.writes, one.draws.apart, one.undecided) for one in told), strict=True)
-        found.settle(*(next(filter(None, each), "") for each in said), exact=not any(one.draws.narrow for one in told))
+        every = zip(*((one.disproved or one.writes, one.draws.apart, one.undecided) for one in told), strict=True)
+        found.settle(*(next(filter(None, each), "") for each in every), exact=not any(one.draws.narrow for one in told))
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
-        warn_of_shared_draws(self._streams.learn([one.draws for one in told] if cut else []))
+        self._flat = self._flat if found.tells else self._steps  # the latest step whose losses told nothing
+        said.warn_of_shared_draws(self._streams.learn([one.draws for one in told] if cut else []))
         self._unsure = any(one.unsure for one in told)
         self._next = self._next_time(told) if due or any(one.own[1] for one in told) else self._next
         self._take(tried, kinds, middle, told)
         could, self.around = self.around, self.around and not cut and why == "counts"
         if self.replicas is not None:
             self.replicas.say(before, found, self.reading, [one.own for one in told], cut=cut)
-            if not cut and why == "other":
-                warn_of_another_way(before, self.reading, self._steps - 1)
+            if not cut and (why == "other" or self._flat == self._steps - 1):
+                said.warn_of_another_way(before, self.reading, self._steps - 1)
         if cut and self.reading.whole and all(one.alone for one in told):
             tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
@@ -295,7 +297,7 @@ class LossTrials:
         if cut and not (could and self.around):
             self._say(before, found, len(parts), why, disproved=any(one.disproved for one in told))
         if cut and self._differ and not self.reading.whole:
-            warn_of_logged(before, self.reading, self._steps - 1)
+            said.warn_of_logged(before, self.reading, self._steps - 1)
         if not cut:
             self._stages.release()
 
@@ -378,15 +380,15 @@ class LossTrials:
     def say_statistics(self) -> None:
         """Say once which layers compute over what they see of a batch; for runs that are not tried."""
         layers, self._layers = self._layers, ()
-        say_statistics(self._module, layers)
+        said.say_statistics(self._module, layers)
 
     def _say(self, before: Reading, found: Finding, parts: int, why: str, *, disproved: bool) -> None:
         if (before.opaque and self.reading.opaque) or (before.undecided and self.reading.undecided):
             return  # said before
         if self.reading.whole and self.around:
-            say_around(found, self.reading, parts)
+            said.say_around(found, self.reading, parts)
             return
-        say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
+        said.say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
         new = (found.writes and not disproved) or found.undecided or before.undecided
-        if self.reading.whole and before.settled and before.fits and not new and why in _LATE:
-            warn_of_earlier_steps(self._steps - 1)
+        if self.reading.whole and before.tried and not before.whole and not new and why in _LATE:
+            said.warn_of_earlier_steps(self._steps - 1)

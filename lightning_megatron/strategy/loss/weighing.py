@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.strategy.logs.combining import Logged, fitting, likeliest
 
-IGNORED = (-100, 0)  # torch's `ignore_index`, and what most tokenizers pad with
+IGNORED = (-100, -1, 0)  # torch's `ignore_index`, another usual one, and what most tokenizers pad with
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
 _EXACT = 1e-10
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -31,7 +31,7 @@ _LOGGED = 3e-5  # likewise of logged numbers, which often are float32
 _NARROW = 2e-3
 _SPACINGS = 1.5  # half of one for the loss of the whole, half for those of its parts, and what led to them
 _WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
-_MOST = 24  # candidates
+_MOST = 36  # candidates
 
 
 @dataclass(frozen=True)
@@ -239,14 +239,17 @@ def find(
         counts: by candidate, the targets of each part.
     """
     losses = [part.loss for part in parts]
+    within = max(_TOLERANCE.get(whole.dtype, _NARROW), _SPACINGS * whole.spacing)
     if not all(math.isfinite(loss) for loss in (*losses, whole.loss)):
-        if math.isfinite(whole.loss) and not any(_accounts(count, losses) for count in counts.values()):
-            return Finding(numbers=(whole.loss, _mean(losses, sizes)))  # what a part lacks, the whole has
+        if math.isfinite(whole.loss):  # what a part lacks, the whole has: it counts where it has targets
+            fits = _fits_of_some(losses, whole.loss, counts, within)
+            finite = [loss for loss in losses if math.isfinite(loss)]
+            tells = not fits or max(finite) - min(finite) > 10 * within * max(map(abs, finite))
+            return Finding(fits, tells=tells, numbers=(whole.loss, _mean(losses, sizes)))
         every: dict[Any, float] = {way: 0.0 for way in (None, *counts, "sum")}
         empty = any(not all(count) for count in counts.values())
         return Finding(every, tells=False, numbers=(whole.loss, _mean(losses, sizes)), opaque=True, empty=empty)
     scale = max(abs(loss) for loss in (*losses, whole.loss))
-    within = max(_TOLERANCE.get(whole.dtype, _NARROW), _SPACINGS * whole.spacing)
     tolerance = within * scale
     ways: dict[Any, Sequence[float]] = {None: sizes, **{way: count for way, count in counts.items() if sum(count)}}
     means = {way: _mean(losses, weights) for way, weights in ways.items()}
@@ -269,9 +272,20 @@ def find(
     return Finding(fits, "", logs, wide, lines, rounding, tells, (whole.loss, means[None]))
 
 
-def _accounts(counts: Sequence[float], losses: Sequence[float]) -> bool:
-    """Whether every part whose loss is no finite number has no targets."""
-    return all(math.isfinite(loss) or not count for count, loss in zip(counts, losses, strict=True))
+def _fits_of_some(
+    losses: Sequence[float], whole: float, counts: Mapping[Counted, Sequence[float]], within: float
+) -> dict[Any, float]:
+    """Ways of counting after which the parts whose loss is no finite number have no targets, and the mean of the others
+    is that of the whole, each with its distance.
+    """
+    fits: dict[Any, float] = {}
+    for way, count in counts.items():
+        held = [(loss, number) for loss, number in zip(losses, count, strict=True) if number]
+        if held and all(math.isfinite(loss) for loss, _ in held):
+            off = abs(_mean(*zip(*held, strict=True)) - whole)
+            if off <= within * max(abs(loss) for loss in (*(loss for loss, _ in held), whole)):
+                fits[way] = off
+    return fits
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
