@@ -82,6 +82,14 @@ class RowSharding(OfOneRank):
         stream, entries = copy.deepcopy(self.stream, memo), copy.deepcopy(self.entries, memo)
         return replace(self, stream=stream, entries=entries)
 
+    def begin(self, x: Tensor) -> Tensor:
+        """End the region before the layer. x: [.., in], or [.., in / group] -> [.., in / group]."""
+        if self.stream is not None:
+            self.stream.close()
+        for entry in self.entries:
+            entry.forget()
+        return split_to_group(x, -1, self.group) if self.split_input else x
+
 
 class ColumnParallelLinear(nn.Linear):
     """`torch.nn.Linear` whose output features are split over the tensor group once `shard_` has been called.
@@ -288,12 +296,7 @@ def _row_forward(layer: RowParallelLinear, sharding: RowSharding, x: Tensor) -> 
     if isinstance(x, WholeTensor) and x.is_by_rows:
         split = None if sharding.scatter_dim is None else x.spread.in_blocks(sharding.group)
         return x.like(_row_forward(layer, sharding, x.local()), split=split)
-    if sharding.stream is not None:
-        sharding.stream.close()
-    for entry in sharding.entries:
-        entry.forget()
-    if sharding.split_input:
-        x = split_to_group(x, -1, sharding.group)
+    x = sharding.begin(x)
     dim = sharding.scatter_dim if sharding.scatter_dim is None or x.dim() > 2 else 0
     put_off = layer.put_off if may_put_off(layer, x) else None
     weight, operand = layer.weight if put_off is None else layer.weight.detach(), operand_of(layer)

@@ -43,6 +43,7 @@ from tests.strategy.loss_modules import (
     Late,
     LogsOthers,
     Noisy,
+    SetByFirstBatch,
     Task,
     tokens,
 )
@@ -116,6 +117,13 @@ def test_a_step_in_micro_batches_is_that_of_the_whole_batch(mesh: ParallelMesh, 
     assert not list(differences("", got, expected, 1e-12))
     assert reading.whole is (name in WHOLE)
     assert cuts == (1 if name in WHOLE else 4), "micro-batches run where they may"
+
+
+def test_a_weight_that_the_first_batch_sets_is_tried_as_it_is(mesh: ParallelMesh) -> None:  # noqa: F811
+    expected, _, _ = _steps(SetByFirstBatch(), mesh, BATCHES)
+    got, reading, cuts = _steps(SetByFirstBatch(), mesh, BATCHES, micro_batch_size=2)
+    assert not list(differences("", got, expected, 1e-12))
+    assert reading.writes == "centre" and cuts == 1
 
 
 @pytest.mark.parametrize("ignored", [-100, -1])

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.layers.shared_input import ColumnEntry
-from lightning_megatron.layers.streams import RankStream
+from lightning_megatron.layers.linear import RowSharding
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import (
@@ -32,7 +31,6 @@ from lightning_megatron.mesh.messages.collectives import (
     gather_from_group,
     reduce_from_group,
     scatter_partial,
-    split_to_group,
 )
 from lightning_megatron.mesh.parts.boxes import Range, ShardSpec, block_range
 from lightning_megatron.mesh.pickling import OfOneRank, OtherClass
@@ -79,38 +77,31 @@ class ByInput(OfOneRank):
     """How a module runs whose input features are split.
 
     Attributes:
-        group: the tensor group.
-        split_input: whether the input arrives whole.
-        scatter_dim: dim of the tokens where the output has a part of them, else ``None``.
+        sharding: the same of a linear layer.
         adds: whether the module gives something else than zeros for zeros.
-        stream: the random numbers of the region that ends here.
-        entries: shared inputs of the region, whose references are dropped here.
     """
 
-    group: dist.ProcessGroup
-    split_input: bool
-    scatter_dim: int | None
+    sharding: RowSharding
     adds: bool
-    stream: RankStream | None
-    entries: Sequence[ColumnEntry]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The tensor group."""
+        return self.sharding.group
 
     def run(self, product: Product, x: Tensor) -> Tensor:
         """x: [.., in / group], or [.., in] where it arrives whole -> [.., out]."""
         if isinstance(x, WholeTensor) and x.is_by_rows:
-            split = None if self.scatter_dim is None else x.spread.in_blocks(self.group)
+            split = None if self.sharding.scatter_dim is None else x.spread.in_blocks(self.group)
             return x.like(self.run(product, x.local()), split=split)
-        if self.stream is not None:
-            self.stream.close()
-        for entry in self.entries:
-            entry.forget()
-        if self.split_input:
-            x = split_to_group(x, -1, self.group)
+        x = self.sharding.begin(x)
         y = product(x)
         if self.adds and self.group.rank() > 0:
             y = y - product(x.new_zeros((1,) * (x.dim() - 1) + x.shape[-1:]))
-        if self.scatter_dim is None:
+        dim = self.sharding.scatter_dim
+        if dim is None:
             return reduce_from_group(y, self.group)
-        return scatter_partial(y, self.scatter_dim if y.dim() > 2 else 0, self.group)
+        return scatter_partial(y, dim if y.dim() > 2 else 0, self.group)
 
 
 class DividedModule(nn.Module):
@@ -171,8 +162,8 @@ def split_input(module: nn.Module, cut: Divisible, how: ByInput) -> ShardTable:
     """
     check_divisible(cut.sizes[0], how.group.size(), "the input features")
     start, stop = block_range(cut.sizes[0], how.group.size(), how.group.rank())
-    if how.stream is not None:
-        how.stream.features = stop - start
+    if how.sharding.stream is not None:
+        how.sharding.stream.features = stop - start
     return _take(module, cut, how, [(start, stop)], by_input=True)
 
 

@@ -20,6 +20,7 @@ from lightning_megatron.layers import (
     ShardTable,
     VocabParallelEmbedding,
 )
+from lightning_megatron.layers.linear import RowSharding
 from lightning_megatron.layers.shared_input import ColumnEntry
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.table import ParameterSharding, apply_specs
@@ -132,8 +133,8 @@ class Builder:
     def _row(self, name: str, *, split_input: bool, scatter_dim: int | None = None, **end: Any) -> ShardTable:
         """Split a layer by its input; ``end``: the stream and the shared inputs of the region that it ends."""
         if name in self.blueprint.products:
-            cut, stream, entries = self.blueprint.products[name], end.get("stream"), end.get("entries", ())
-            how = ByInput(self.group, split_input, scatter_dim, cut.adds, stream, entries)
+            cut = self.blueprint.products[name]
+            how = ByInput(RowSharding(self.group, split_input, scatter_dim, **end), cut.adds)
             return divided.split_input(self.module.get_submodule(name), cut, how)
         layer = self._twin(self._base(name), RowParallelLinear)
         table: ShardTable = layer.shard_(self.group, split_input=split_input, scatter_dim=scatter_dim, **end)

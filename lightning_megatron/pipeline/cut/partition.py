@@ -177,10 +177,8 @@ def _place_units(
         else:
             ends = {When.BEFORE: "first", When.AFTER: "last"}
             places[name] = frozenset(end for phase, end in ends.items() if phase in phases)
-            if len(places[name]) > 1 and _elements(_lookup(module, name)) <= small:
-                places[name] = frozenset(
-                    {"all"}
-                )  # several stages have it anyway, and layers may be given what it makes
+            if len(places[name]) > 1 and _elements(_lookup(module, name)) <= small:  # several stages have it anyway
+                places[name] = frozenset({"all"})  # and layers may be given what it makes
     unknown = [name for name, place in places.items() if "all" in place]
     _apply_overrides(places, overrides)
     if unknown:

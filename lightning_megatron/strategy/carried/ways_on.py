@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.loss.tables import Name
-from lightning_megatron.strategy.loss.written import Join, Kinds, Weights
+from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, meet
 
 _OF_SPREAD = 1e-4  # of the distance between the parts, which a mean of theirs may be off
 _SPACINGS = 4.0
@@ -42,7 +42,7 @@ def ways_on(joins: Sequence[Join], name: Name, kinds: Kinds) -> Kinds:
         return ()  # what it has lost does not show
     if kinds:
         lists = any(isinstance(value, LISTS) for _, _, value, _ in seen)
-        return kinds if lists or any(_meet(before, apart) for before, apart, _, _ in seen) else ()
+        return kinds if lists or any(meet(before, apart) for before, apart, _, _ in seen) else ()
     found = [set(_means(apart, whole, weights)) for _, apart, whole, weights in seen]
     return tuple(way for way in seen[0][3] if all(way in each for each in found)) if seen else ()
 
@@ -53,14 +53,6 @@ def _of(join: Join, name: Name) -> tuple[Any, list[Any], Any, Weights]:
     before = next((changes[name][0] for changes in every if name in changes), None)
     *apart, whole = (changes[name][1] if name in changes else before for changes in every)
     return before, apart, whole, join.weights
-
-
-def _meet(before: Any, apart: Sequence[Any]) -> bool:
-    """Whether several parts add to one number; or rows to a tensor."""
-    if isinstance(before, Tensor):
-        alike = all(isinstance(now, Tensor) and now.shape == before.shape for now in apart)
-        return not alike or bool((sum((now != before).int() for now in apart) > 1).any())
-    return sum(bool(now != before) for now in apart) > 1
 
 
 def _means(apart: Sequence[Any], whole: Any, weights: Weights) -> list[Any]:

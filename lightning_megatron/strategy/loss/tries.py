@@ -151,9 +151,11 @@ class LossTrials:
         if self._phases is not None:
             self._phases.note()
         if pieces is not None:
-            spread = self._context.gradients.windows is not None  # no weight is whole between steps
-            with nullcontext() if spread or self._steps > 1 else without_zero_weights(self._module):
-                self._try(call, pieces, why, cut=cut)
+            steps, spread = self._steps, self._context.gradients.windows is not None  # no weight is whole between steps
+            self._try(call, pieces, why, cut=cut)
+            if steps == self._steps == 1 and not (self.reading.settled or spread):
+                with without_zero_weights(self._module):
+                    self._try(call, pieces, why, cut=cut)
         elif due:
             self._next = self._steps * _AGAIN
         self._new_keys, self._differ = False, False

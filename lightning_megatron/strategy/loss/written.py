@@ -93,7 +93,7 @@ def judge(
             before = next(found[name] for found in (*join.parts, join.whole) if name in found)[0]
             *apart, together = (found[name][1] if name in found else before for found in (*join.parts, join.whole))
             ways = _kinds_of(before, apart, together, join.weights)
-            if _meet(before, apart) or isinstance(together, set):
+            if meet(before, apart) or isinstance(together, set):
                 met.add(name)
             elif ways == ("sum",) and name in join.assigned:
                 ways = ("set",)
@@ -118,12 +118,12 @@ def _is_nothing(value: Any) -> bool:
     return not value.any() if isinstance(value, Tensor) else not value or value is MISSING
 
 
-def _meet(before: Any, apart: Sequence[Any]) -> bool:
+def meet(before: Any, apart: Sequence[Any]) -> bool:
     """Whether several parts change one number, or one element of a list or tensor, or let it grow."""
     if isinstance(before, Tensor) and all(isinstance(now, Tensor) and now.shape == before.shape for now in apart):
         return bool((sum((now != before).int() for now in apart) > 1).any())
     if isinstance(before, list) and all(isinstance(now, list) and len(now) == len(before) for now in apart):
-        return any(_meet(row[0], row[1:]) for row in zip(before, *apart, strict=True))
+        return any(meet(row[0], row[1:]) for row in zip(before, *apart, strict=True))
     return sum(not is_equal(now, before) for now in apart) > 1
 
 
