@@ -102,7 +102,7 @@ class Assembler:
             self._check_own_split()
         alike.agree_on_random_state(mesh, self._device)
         seed = alike.agree_on_base_seed(self._device)
-        apart = self._engine_options.whole_batch_loss is False or self._engine_options.loss_weight is not None
+        apart = self._engine_options.whole_batch_loss is False
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws(), apart=apart)
         module = self._precision.convert_module(module)  # type: ignore[assignment]
         if not splits_itself(module):

@@ -91,9 +91,8 @@ class LoggedInEvaluation:
 
     def __init__(self, context: StepContext, replicas: OverReplicas | None, undone: Callable[..., Any]) -> None:
         options = context.options
-        tries = options.whole_batch_loss is not False and options.loss_weight is None
         self._context, self._undone = context, undone
-        self._replicas = replicas if tries else None
+        self._replicas = replicas if options.whole_batch_loss is not False else None
         self._mean = ReplicaMean(context.mesh, context.device)
         self._known: dict[str, _Known] = {}
         self.start: Traces | None = None

@@ -87,7 +87,7 @@ class Cuts:
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
         self._says_weight = self._options.loss_weight is not None
-        tries = self._options.whole_batch_loss is not False and not self._says_weight
+        tries = self._options.whole_batch_loss is not False
         self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
         self.weighs, self._unlike = self._says_weight and self._layout.data > 1, False
         self._loaders: Any = None
@@ -234,7 +234,7 @@ class Cuts:
         passes = repeats is not None and self._repeats(repeats, call, parts)
         if passes and not self._may_take_turns(len(parts)):
             parts = [batch] if whole and not self._says_weight else parts
-            if not self._tries_uncut:
+            if not self._tries_uncut or self._says_weight:
                 weights = self.weights(parts)
                 return parts, Cut(weights, self._over_replicas(weights, self._says_weight))
         elif self._skips.whole and whole and len(parts) > 1:
@@ -248,7 +248,7 @@ class Cuts:
         weigh: Callable[[Any], float] | None = self._options.loss_weight
         layers: list[Any] = []
         tries = len(parts) > 1 or self._tries_uncut
-        if whole and weigh is None and (tries or self.trials.reading.fits):
+        if whole and (tries or self.trials.reading.fits):
             read = self.trials.read(call, batch, parts) if tries else self.trials.reading
             if repeats is not None and self.trials.again and not passes:
                 repeats.note("training_step")
@@ -261,7 +261,7 @@ class Cuts:
                 layers, parts = parts if around and len(parts) > 1 else [], [batch]
             if read.tells_replicas:
                 logs, sums = read.within, read.way == "sum"
-                weigh = read.way if isinstance(read.way, Counted) else None
+                weigh = read.way if isinstance(read.way, Counted) else weigh
         elif len(parts) > 1:
             self.trials.say_statistics()
         if sums:
@@ -313,7 +313,7 @@ class Cuts:
         tried, self._probed = self._probed, True
         if (known := repeats.includes("training_step")) or tried:
             return known
-        will_be_tried = self._options.whole_batch_loss and not self._says_weight and len(parts) > 1
+        will_be_tried = self._options.whole_batch_loss and len(parts) > 1
         module, model = self._context.module, self._context.layers[0].rpartition(".")[0]
         may = bool(self._skips.whole) or (not will_be_tried and may_call_again(module, model))
         if may and calls_again(self._context, call, parts[0]):

@@ -197,7 +197,7 @@ class BackwardTrials:
         mesh, options = context.mesh, context.options
         self._context, self._mesh = context, mesh
         cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
-        self._judges = options.whole_batch_loss is not False and options.loss_weight is None
+        self._judges = options.whole_batch_loss is not False
         self._code = BackwardCode(context.module) if cuts and context.module.automatic_optimization else None
         self._mentioned = self._code is not None and self._any(self._code.mentioned)
         self._steps, self._next, self._found = 0, 1, False

@@ -68,11 +68,13 @@ def say_reading(before: Reading, found: Finding, now: Reading, parts: int, stage
     if now.whole:
         idle = f", in which each of the {stages} stages is busy a {stages}th of the time" if stages > 1 else ""
         idle += f" (its layers cannot run in micro-batches: {apart})" if apart else ""
+        of_loss = not (now.writes or now.draws or now.undecided)
+        lets = "A loss that is a mean over samples, or `micro_batch_loss_weight=...`, lets it run in micro-batches; "
+        remedy = lets if of_loss else ""
         rank_zero_info(
             f"{_why_whole(found, now)}. So that the step is that of one process, each batch runs whole{idle}, with the "
-            f"activations of all {parts} micro-batches. A loss that is a mean over samples, or "
-            "`micro_batch_loss_weight=...`, lets it run in micro-batches; `whole_batch_loss=False` takes the mean of "
-            "their losses as it is."
+            f"activations of all {parts} micro-batches. {remedy}`whole_batch_loss=False` takes the mean of their "
+            "losses as it is."
         )
         return
     if now.way != (before.way if before.fits else None):

@@ -95,7 +95,9 @@ class LossTrials:
         self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
         self._rounds = context.mesh.layout.tensor * context.mesh.layout.context > 1  # numbers, each rank otherwise
         self._extremes, self._beyond = Extremes(), cast("int | None", None)
-        self.reading = Reading(stays=context.options.whole_batch_loss is True)
+        self._weigh = context.options.loss_weight
+        said_so = {} if self._weigh is None else {self._weigh: 0.0}
+        self.reading = Reading(said_so, stays=context.options.whole_batch_loss is True)
         self.once = OncePerBatch()
         self._written = Written()
         self._unsure = False
@@ -145,7 +147,7 @@ class LossTrials:
         if cut:
             pieces = TriedParts(batch, list(parts), batch_size_of(batch))
         elif self.replicas is not None:
-            pieces = self.replicas.pieces_of(batch, apart=why == "counts")
+            pieces = self.replicas.pieces_of(batch, apart=why == "counts", say=self._weigh is None)
         due = self._steps >= self._next
         self._looks.add(look_of(batch))
         if self._phases is not None:
@@ -279,12 +281,12 @@ class LossTrials:
         ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
         every = zip(*((one.disproved or one.writes, one.draws.apart, one.undecided) for one in told), strict=True)
-        found.settle(*(next(filter(None, each), "") for each in every), exact=not any(one.draws.narrow for one in told))
+        exact = not any(one.draws.narrow for one in told)
+        found.settle(*(next(filter(None, each), "") for each in every), exact=exact, weigh=self._weigh)
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
         self._flat = self._flat if found.tells else self._steps  # the latest step whose losses told nothing
         said.warn_of_shared_draws(self._streams.learn([one.draws for one in told] if cut else []))
-        self._unsure = any(one.unsure for one in told)
         self._next = self._next_time(told) if due or any(one.own[1] for one in told) else self._next
         self._take(tried, kinds, middle, told)
         could, self.around = self.around, self.around and not cut and why == "counts"
@@ -317,6 +319,7 @@ class LossTrials:
         self, tried: Tried, kinds: Mapping[Name, Kinds], middle: Middle | None, told: Sequence[ToldOfTrial]
     ) -> None:
         """Take note of what a step writes, at its end and in the middle of it."""
+        self._unsure = any(one.unsure for one in told)
         usual = self.reading.way if self.reading.fits and self.reading.way else "sizes"
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._written.learn(name, kinds[name], place, tried.turn(name, self._layers), usual)

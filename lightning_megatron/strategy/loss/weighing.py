@@ -185,7 +185,7 @@ class Finding:
     draws: str = ""
     undecided: str = ""
 
-    def settle(self, writes: str, draws: str = "", undecided: str = "", *, exact: bool) -> None:
+    def settle(self, writes: str, draws: str = "", undecided: str = "", *, exact: bool, weigh: Any = None) -> None:
         """Take over what all ranks have found.
 
         Args:
@@ -193,6 +193,7 @@ class Finding:
             draws: likewise.
             undecided: likewise.
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
+            weigh: what loss and logs are weighed by, where the user says so.
         """
         self.writes, self.draws, self.undecided = writes, draws, undecided
         for key, ways in self.logs.items():
@@ -202,6 +203,8 @@ class Finding:
         scale = max(abs(number) for number in self.numbers)
         if exact and math.isfinite(scale):
             self.fits = {way: off for way, off in self.fits.items() if off <= _EXACT * scale}
+        if weigh is not None:
+            self.fits, self.logs, self.tells, self.opaque, self.failed = {weigh: 0.0}, {}, True, False, ""
 
     def joined(self, others: Sequence[Finding]) -> Finding:
         """What all findings say."""
