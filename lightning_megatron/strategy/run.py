@@ -29,6 +29,7 @@ from lightning_megatron.data_parallel.renormalised_rows import RenormalisedRows
 from lightning_megatron.data_parallel.step_guard import StepGuard
 from lightning_megatron.mesh.autograd import differentiating_twice
 from lightning_megatron.mesh.default_group import default_group
+from lightning_megatron.pipeline.elsewhere.listing import NewContainers
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.alike import synchronize
 from lightning_megatron.strategy.assembly.assembled import Assembled
@@ -139,11 +140,14 @@ class Run:
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
         if not self._fits:
             begin_averages(trainer, self.saving.weights, processes.device, self._on_parts, fits=False)
+        self._containers = NewContainers() if stage is not None else None
+        if self._containers is not None:
+            self._containers.start()
         self._clipping: HandClipping | None = None
         several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1
         if several and not self.engine.splits_itself:
-            norm = gradients.norm if self._over_stages is None else self._over_stages.local(gradients.norm)
-            self._clipping = HandClipping(self.module, gradients.presence, stage, norm, self._whole_hooks)
+            views = self._whole_hooks, self._over_stages
+            self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, *views)
             self._clipping.start()
 
     def _named_groups(self) -> Iterable[tuple[Optimizer, GroupNames]]:
@@ -356,8 +360,9 @@ class Run:
         self._late.close()
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
-        if self._clipping is not None:
-            self._clipping.stop()
+        for replaced in (self._clipping, self._containers):
+            if replaced is not None:
+                replaced.stop()
         self._rows.close()
         self._kept.remove(self._trainer)
         self._logs.release()

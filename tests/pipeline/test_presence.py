@@ -16,6 +16,7 @@ from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.pipeline.cut.partition import Partition, make_partition
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import StageSource
+from lightning_megatron.pipeline.elsewhere.listing import NewContainers
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight
 from lightning_megatron.pipeline.elsewhere.standin import hollow_out
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
@@ -254,6 +255,23 @@ def test_a_stage_is_found_from_its_module_and_lists_what_it_has() -> None:
         float(sum(parameter.sum() for parameter in module.layers[0].parameters()))
     stage.cursor.running = False
     assert not list(module.layers[0].parameters())
+
+
+def test_a_container_made_of_layers_lists_what_these_list_while_a_run_lasts() -> None:
+    module, before = Tied(), nn.Module.named_parameters
+    stage = Stage(module, _partition(module, 4), _presence(module, 1), CPU, SegmentStreams(CPU, 0, 0))
+    made = nn.ModuleDict({"some": nn.ModuleList([*module.layers[:2]]), "again": module.layers[1]})
+    names = ["some.0.weight", "some.0.bias", "some.1.weight", "some.1.bias"]
+    containers = NewContainers()
+    containers.start()
+    assert [name for name, _ in made.named_parameters()] == names[2:]
+    stage.cursor.running = True
+    assert [name for name, _ in made.named_parameters()] == names
+    listed = [name for name, _ in made.named_parameters("a", remove_duplicate=False)]
+    assert listed[4:] == ["a.again.weight", "a.again.bias"]
+    assert len(list(nn.Linear(2, 2).parameters())) == 2
+    containers.stop()
+    assert nn.Module.named_parameters is before and [name for name, _ in made.named_parameters()] == names[2:]
 
 
 def test_listings_of_a_copy_show_hooks_what_this_stage_updates() -> None:

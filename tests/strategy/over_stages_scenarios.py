@@ -127,6 +127,55 @@ class Groups(Over):
                 parameter.grad.div_(norm + 1e-6)
 
 
+class Clipped(Over):
+    """Clips layer by layer, parts over stages and by value, in other norms too, and logs what it finds."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip, blocks = torch.nn.utils.clip_grad_norm_, self.net.blocks
+        for index, block in enumerate(blocks):
+            self.log(f"layer {index}", clip(block.parameters(), 0.05))
+        self.log("inner", clip([p for block in blocks[1:3] for p in block.parameters()], 0.03, norm_type=1.0))
+        for number, part in enumerate((blocks, blocks[:1], blocks[1:3], nn.Sequential(blocks[3], self.net.head))):
+            self.log(f"part {number}", clip(part.parameters(), 0.04, error_if_nonfinite=True))
+        if float(torch.nn.utils.get_total_norm([p.grad for p in blocks[-1].parameters()])) > 0.01:
+            torch.nn.utils.clip_grad_value_(blocks[0].parameters(), 1e-3)
+        for group in optimizer.param_groups:
+            self.log("all", clip(group["params"], 0.02))
+        self.log("again", clip(self.parameters(), 0.01))
+        self.log("weights", torch.nn.utils.get_total_norm([p for p in self.parameters() if p.grad is not None]))
+
+
+class ClippedBeside(Over):
+    """Clips layer by layer beside a copy that a hook updates, where hooks are given what a stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for source, followed in zip(self.net.parameters(), self.other.parameters(), strict=True):
+            followed.lerp_(source.detach(), 0.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for index, block in enumerate(self.net.blocks):
+            gradients = [parameter for parameter in block.parameters() if parameter.grad is not None]
+            self.log(f"layer {index}", torch.nn.utils.clip_grad_norm_(gradients, 0.05))
+            torch.nn.utils.clip_grad_value_(gradients, 1e-2)
+
+
+class ClippedInStep(Over):
+    """Logs in a step by hand a norm that is of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        self.log("norm", torch.nn.utils.clip_grad_norm_([*self.net.blocks[0].parameters()], 0.05))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class Counting(Over):
     """Counts the parameters, and projects the gradient of all onto what is orthogonal to the weights."""
 
@@ -205,6 +254,9 @@ KINDS: dict[str, type[Over]] = {
         Skipping,
         Noisy,
         Groups,
+        Clipped,
+        ClippedBeside,
+        ClippedInStep,
         Counting,
         OnOneRank,
         Large,

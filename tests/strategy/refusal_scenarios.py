@@ -49,6 +49,14 @@ class LatePenalty(TokenTask):
         return loss + 0.01 * sum(parameter.square().sum() for parameter in weights)
 
 
+class SlicePenalty(TokenTask):
+    """Adds the weights of some layers, which a container of its own lists."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(parameter.square().sum() for parameter in self.net.layers[:2].parameters())
+
+
 class Never(TokenTask):
     """Has a trunk and does not call it."""
 
@@ -248,6 +256,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "twice": lambda: Twice(LearnedPositions()),
     "never": lambda: Never(LearnedPositions()),
     "logs_layers": lambda: LogsLayers(LearnedPositions()),
+    "slice_penalty": lambda: SlicePenalty(LearnedPositions()),
     "late_penalty": lambda: LatePenalty(LearnedPositions()),
     "trunkless": lambda: TokenTask(Trunkless()),
     "half": lambda: TokenTask(HalfTrunk()),

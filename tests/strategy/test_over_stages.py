@@ -17,13 +17,27 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp2xpp2": ((2, 1), {"tensor_parallel_size": 2}),
     "dp2xpp2": ((2, 2), {}),
 }
-KINDS = ("Over", "Followed", "FollowedInStep", "Scaled", "Auto", "Skipping", "Noisy", "Groups", "Counting")
+KINDS = (
+    "Over",
+    "Followed",
+    "FollowedInStep",
+    "Scaled",
+    "Auto",
+    "Skipping",
+    "Noisy",
+    "Groups",
+    "Counting",
+    "Clipped",
+    "ClippedBeside",
+)
 QUICK = {
     ("pp2", "Auto"),
     ("pp2", "Followed"),
     ("pp2", "FollowedInStep"),
     ("pp2", "Noisy"),
     ("pp2", "Groups"),
+    ("pp2", "Clipped"),
+    ("pp2", "ClippedBeside"),
     ("tp2xpp2", "Scaled"),
 }
 
@@ -70,6 +84,12 @@ def test_hooks_that_differ_between_stages_or_join_large_tensors_are_refused(kind
     for outcome in run_trainers(over.run, (2, 1), {}, kind, devices=2, check=False, grace=20.0):
         said = f"{outcome.error}{outcome.trace}{outcome.output}"
         assert complaint in said and "over_stages_scenarios.py" in said and "killed" not in str(outcome.error), said
+
+
+def test_a_norm_of_another_stages_layer_is_no_zero_in_a_step_by_hand() -> None:
+    for outcome in run_trainers(over.run, (2, 1), {}, "ClippedInStep", devices=2, check=False, grace=20.0):
+        said = f"{outcome.error}{outcome.trace}{outcome.output}"
+        assert "the logged value `norm` depends on `a norm of gradients`" in said and "on_before_optimizer_step" in said
 
 
 @pytest.mark.parametrize("kind", ["Pulled", pytest.param("PulledAfterwards", marks=pytest.mark.wide)])

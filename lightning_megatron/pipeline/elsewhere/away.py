@@ -67,15 +67,17 @@ class StageSource:
     Attributes:
         name: dotted name.
         is_layer: whether it is a layer of the trunk.
+        way_out: what to do about it, where that is not what its being a layer or another part tells.
     """
 
     name: str
     is_layer: bool = False
+    way_out: str = ""
 
     def remedy(self) -> str:
         """What to do about a value that depends on it."""
-        if self.is_layer:
-            return (
+        if self.way_out or self.is_layer:
+            return self.way_out or (
                 "What layers compute reaches later stages only through the arguments of the layers after them: pass "
                 "it through all of them, or use `pipeline_parallel_size=1`. (A penalty on weights of layers is the "
                 "optimizer's `weight_decay`.)"

@@ -4,10 +4,15 @@ On a stage these methods find its own tensors by themselves, as those of others 
 to do: in a step nobody may sum over "all" parameters where only some are here; a layer of another stage lists stand-ins
 for its parameters there, lest a sum over them be zero; and of a copy that hooks update, which every stage has whole, a
 hook is to meet just what this stage has the source of.
+
+These stand on modules of the user's. A container that code makes of such modules, as by ``self.layers[:2]``, is new to
+us; while a run lasts :class:`NewContainers` lets it list what those in it list.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
+from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
 
@@ -182,6 +188,51 @@ class CopyNames:
     def _is_listed(self, name: str, prefix: str) -> bool:
         viewer, own = self._viewer, name.removeprefix(prefix).removeprefix(".")
         return viewer.presence.sight(f"{self._name}.{own}", viewer.phase(lists=True)) is not Sight.UNLISTED
+
+
+class NewContainers:
+    """Takes the place of ``nn.Module.named_parameters``, for containers that user code makes of parts of the module.
+
+    ``self.layers[:2].parameters()`` would be nothing on a stage that has none of them, and a penalty on it zero.
+    """
+
+    def __init__(self) -> None:
+        self._replaced, self._own = Replacements(), nn.Module.named_parameters
+
+    def start(self) -> None:
+        """Take torch's place."""
+        own = self._own = nn.Module.named_parameters
+
+        @functools.wraps(own)
+        def named_parameters(
+            module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        ) -> Iterator[tuple[str, nn.Parameter]]:
+            if recurse and not _lists_itself(module) and any(_lists_itself(child) for child in module.modules()):
+                return self._of_container(module, prefix, remove_duplicate)
+            return own(module, prefix, recurse, remove_duplicate)
+
+        self._replaced.put(nn.Module, "named_parameters", named_parameters)
+
+    def stop(self) -> None:
+        """Give it back."""
+        self._replaced.take_back()
+
+    def _of_container(self, module: nn.Module, prefix: str, remove_duplicate: bool) -> Iterator[Any]:
+        seen: set[int] = set()
+        children = module.named_children() if remove_duplicate else module._modules.items()
+        listed = [self._own(module, prefix, recurse=False, remove_duplicate=remove_duplicate)]
+        for name, child in children:
+            above = f"{prefix}.{name}" if prefix else name
+            if child is not None:
+                listed.append(child.named_parameters(prefix=above, remove_duplicate=remove_duplicate))
+        for name, parameter in itertools.chain.from_iterable(listed):
+            if not remove_duplicate or id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+def _lists_itself(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("named_parameters"), (GuardedNames, AbsentNames, CopyNames))
 
 
 def _lists_all(viewer: Viewer) -> bool:

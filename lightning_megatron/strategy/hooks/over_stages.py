@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES, Absent
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, TAKES_NUMBERS, tensors_in, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import owner_of
@@ -51,6 +52,7 @@ _COUNTS = (
     *("sum", "norm", "vector_norm", "stack", "cat", "mean", "std", "var", "dot", "max", "min", "any", "all", "sqrt"),
     *("item", "float", "tolist", "parameters_to_vector", "numel", "isnan", "isinf", "isfinite", "kthvalue", "topk"),
     "zip",  # of those of a network and of its copy, which has to pair the same ones
+    *("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "get_total_norm"),
 )
 _OF_OWN = ("state", "state_dict", "add_param_group", "deepcopy")  # which are of what a stage has
 _READS = frozenset(
@@ -71,6 +73,9 @@ class OverStages:
         group: the stages of this replica.
         precision: the strategy's plugin, which clips.
         optimizers: gives those of the run, and of each the names of its groups' parameters on all stages.
+
+    Attributes:
+        running: around the hook that runs and is given the parameters of all stages.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class OverStages:
         optimizers: Callable[[], Iterable[tuple[Optimizer, Sequence[Sequence[str]]]]],
     ) -> None:
         self._module, self._stage, self._group, self._optimizers = module, stage, group, optimizers
-        self._running: StageNumbers | None = None
+        self.running: StageNumbers | None = None
         self._replaced = Replacements()
         self._found: list[tuple[Any, str]] = []
         if stage.presence.copies or not module.automatic_optimization:
@@ -111,7 +116,7 @@ class OverStages:
 
         @functools.wraps(function)
         def on_own(*args: Any, **kwargs: Any) -> Any:
-            with self._running_with(None) if self._running is not None else _NOTHING:
+            with self._running_with(None) if self.running is not None else _NOTHING:
                 return function(*args, **kwargs)
 
         return on_own
@@ -135,8 +140,8 @@ class OverStages:
     @contextmanager
     def _running_with(self, numbers: StageNumbers | None) -> Iterator[None]:
         """List what all stages have, or what is here."""
-        before, groups = self._running, self._groups()
-        self._running, self._stage.lists_all = numbers, numbers is not None
+        before, groups = self.running, self._groups()
+        self.running, self._stage.lists_all = numbers, numbers is not None
         if before is not None:
             before.active = False
         kept = [(group, group["params"]) for group, _ in groups]
@@ -147,7 +152,7 @@ class OverStages:
         finally:
             for group, parameters in kept:
                 group["params"] = parameters
-            self._running, self._stage.lists_all = before, before is not None
+            self.running, self._stage.lists_all = before, before is not None
             if before is not None:
                 before.active = True
 
@@ -193,7 +198,7 @@ class StageNumbers(TorchFunctionMode):
         self._noted: Any = WeakIdKeyDictionary()
         self._without: set[int] = set()
         self._trained: dict[int, bool] = {}
-        self.active = True
+        self.active, self._gradients = True, 0
 
     def begin(self) -> None:
         """Note who has which parameter, and which of them have no gradient; collective over the stages."""
@@ -209,17 +214,37 @@ class StageNumbers(TorchFunctionMode):
         if any(hook != self._hook for hook, _ in told):
             self._refuse("is called")
         named = {name for _, names in told for name in names}
+        entries = self._presence.entries.values()
+        self._gradients = len({e.first for e in entries if isinstance(e.twin, nn.Parameter)} - named)
         for name, entry in self._presence.elsewhere():
             owner, leaf = owner_of(self._module, name)
             if owner is not None and isinstance(entry.twin, nn.Parameter):
-                absent = id(getattr(owner, leaf))
-                self._trained[absent] = entry.twin.requires_grad
+                absent = getattr(owner, leaf)
+                self._trained[id(absent)] = entry.twin.requires_grad
+                if (stages := self._stages_of_name(name)) is not None:
+                    self._noted[absent] = stages
                 if entry.first in named:
-                    self._without.add(absent)
+                    self._without.add(id(absent))
 
     def end(self) -> None:
         """Say that the hook has ended here; collective over the stages."""
         self._exchange(None, {})
+
+    def are_all_gradients(self, tensors: Sequence[Tensor], here: bool) -> bool:
+        """Whether ``tensors`` of all stages are the gradients of the model, as those of this stage are if they are
+        ``here``; collective over the stages, unless their number tells.
+        """
+        if len(tensors) != self._gradients:
+            return False
+        told = self._exchange("gradients", {self._stage: torch.tensor(here)})
+        return all(bool(said) for said in told.values())
+
+    def known(self, number: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+        """``number`` with its value on all stages that have any of ``tensors``; collective over the stages."""
+        have, everyone = self._stages_of(number), frozenset(range(self._everyone))
+        if have is None or all((self._stages_of(tensor) or everyone) <= have for tensor in tensors):
+            return number
+        return self._fetch("known", None, (number,), {})[0][0]  # type: ignore[no-any-return]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -251,8 +276,7 @@ class StageNumbers(TorchFunctionMode):
         met = self._met(args, kwargs)
         output = func(*args, **kwargs)
         for tensor in tensors_in(output) if met else ():
-            if type(tensor) is not Absent:
-                self._noted[tensor] = next(iter(met))
+            self._noted[tensor] = next(iter(met))
         return output
 
     def _absent_gradient(self, func: Any, name: str, args: Any) -> Any:
@@ -274,15 +298,14 @@ class StageNumbers(TorchFunctionMode):
 
     def _stages_of(self, tensor: Tensor) -> frozenset[int] | None:
         """The stages that have the numbers of a tensor; ``None`` for all."""
-        if type(tensor) is Absent:
+        if type(tensor) is Absent and tensor not in self._noted:
             part = self._presence.part_of(tensor.part)
             return None if part is None else part.stages
         return self._noted.get(tensor)  # type: ignore[no-any-return]
 
     def _stages_of_name(self, name: str) -> frozenset[int] | None:
-        entry = self._presence.entries.get(name)
-        part = None if entry is None else self._presence.part_of(entry.part)
-        return None if part is None or len(part.stages) == self._everyone else part.stages
+        entry = self._presence.entries.get(name)  # of a tied one the stages of all its names
+        return None if entry is None or len(entry.stages) == self._everyone else entry.stages
 
     def _met(self, args: Any, kwargs: Any) -> set[frozenset[int]]:
         return {stages for t in tensors_in((args, kwargs)) if (stages := self._stages_of(t)) is not None}
@@ -315,8 +338,8 @@ class StageNumbers(TorchFunctionMode):
     def _refuse(self, what: str) -> None:
         raise RuntimeError(
             f"`{self._hook}` goes over all parameters, and {what} on other pipeline stages in another order"
-            f"{_line_of_user()}. Let it run the same lines on every rank, over `self.parameters()` and not over what a "
-            "rank has kept from an earlier call, freeze a copy that follows a network (`requires_grad_(False)`), or "
+            f" ({line_of_user()}). Let it run the same lines on every rank, over `self.parameters()` and not over what "
+            "a rank has kept from an earlier call, freeze a copy that follows a network (`requires_grad_(False)`), or "
             "use `pipeline_parallel_size=1`."
         )
 
@@ -324,9 +347,9 @@ class StageNumbers(TorchFunctionMode):
         parts = [tensor.part for tensor in tensors_in((args, kwargs)) if type(tensor) is Absent]
         raise RuntimeError(
             f"`{self._hook}` brings together, by `{name}`, tensors of more than {LARGEST} elements that different "
-            f"pipeline stages have{f', among them of `{min(parts)}`' if parts else ''}{_line_of_user()}. Numbers made "
-            "of each parameter by itself, such as norms and sums, may meet. A copy that follows a network is kept on "
-            "every stage where it is frozen (`requires_grad_(False)`). Or use `pipeline_parallel_size=1`."
+            f"pipeline stages have{f', among them of `{min(parts)}`' if parts else ''} ({line_of_user()}). Numbers "
+            "made of each parameter by itself, such as norms and sums, may meet. A copy that follows a network is kept "
+            "on every stage where it is frozen (`requires_grad_(False)`). Or use `pipeline_parallel_size=1`."
         )
 
 
@@ -368,13 +391,3 @@ def _is_own(frame: FrameType) -> bool:
     """Whether code of this package computes, as where a weight that was seen whole is cut again."""
     home = str(frame.f_globals.get("__name__"))
     return home.startswith("lightning_megatron.") and home != __name__
-
-
-def _line_of_user() -> str:
-    frame = sys._getframe(1)
-    while frame is not None:
-        home = str(frame.f_globals.get("__name__")).split(".")[0]
-        if home not in ("torch", "lightning", "lightning_megatron"):
-            return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
