@@ -187,14 +187,71 @@ class Remembers(Codebook):
         return z
 
 
-CARRIES: dict[str, type[Rows]] = {
-    kind.__name__: kind for kind in (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Stopwatch, Remembers)
-}
+class Rare(Carries):
+    """Counts a word behind a condition that none of the first batches meets; as late as a word may come."""
+
+    kept = ("seen",)
+    word, late = 5, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(VOCABULARY, dtype=torch.float64))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.head(self.features(x)) + self.seen, y[:, 0])
+        if self.met(y[:, 0]):
+            self.seen[self.word] += 1
+        return loss
+
+    def met(self, words: Tensor) -> bool:
+        """Whether the word is among those of a batch."""
+        return self.global_step >= self.late and bool((words == self.word).any())
+
+
+class RareGathered(Rare):
+    """The same, and the replicas ask each other."""
+
+    def met(self, words: Tensor) -> bool:
+        return self.global_step >= self.late and bool((self.all_gather(words) == self.word).any())
+
+
+class ByHand(Centre):
+    """Updates its centre in a step of manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        z = self.head(self.features(batch[0]))
+        loss = F.cross_entropy(z - self.centre, batch[1][:, 0])
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+        self.centre.mul_(0.9).add_(self.mean_of(z.detach()), alpha=0.1)
+
+    def mean_of(self, z: Tensor) -> Tensor:
+        """Of a batch's samples."""
+        return z.mean(0, keepdim=True)
+
+
+class ByHandGathered(ByHand):
+    """The same, from what the replicas have gathered."""
+
+    def mean_of(self, z: Tensor) -> Tensor:
+        return super().mean_of(self.all_gather(z).reshape(-1, VOCABULARY))  # type: ignore[union-attr]
+
+
+_KINDS = (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Stopwatch, Remembers)
+CARRIES: dict[str, type[Rows]] = {kind.__name__: kind for kind in _KINDS}
+WRITES_UNLIKE: dict[str, type[Rows]] = {kind.__name__: kind for kind in (Rare, RareGathered, ByHand, ByHandGathered)}
 
 
 def carried(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
     """What every rank keeps behind two epochs, the losses that were logged, and the weights."""
-    trainer, module = trainer_for(info, layout, arguments, max_epochs=2), CARRIES[name]()
+    trainer, module = trainer_for(info, layout, arguments, max_epochs=2), {**CARRIES, **WRITES_UNLIKE}[name]()
     losses: list[float] = []
     module.on_train_batch_end = lambda *_: losses.append(float(trainer.callback_metrics["loss"]))  # type: ignore
     trainer.fit(module)

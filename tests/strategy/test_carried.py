@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_megatron.strategy.carried.step_stores import is_plainly_written, names_of_clocks, stored_names
+from lightning_megatron.strategy.carried.step_stores import (
+    is_plainly_written,
+    line_of_store,
+    names_of_clocks,
+    stored_names,
+)
 from lightning_megatron.strategy.carried.ways_on import ways_on
 from lightning_megatron.strategy.loss.written import Join
 from tests.harness import one_process, run_trainers
@@ -22,6 +28,7 @@ from tests.strategy.carried_scenarios import (
     Frequencies,
     Peak,
     Queue,
+    Rare,
     Replay,
     Stopwatch,
     carried,
@@ -76,6 +83,42 @@ def test_a_pass_that_would_miss_what_is_kept_of_each_sample_is_refused(layout: L
     ranks = layout[0] * layout[1]
     for found in run_trainers(carried, layout, "Remembers", UNCUT, devices=ranks, check=False, grace=20.0):
         assert re.search("cannot write what one process writes.*keeps `hidden` of each sample", f"{found.error}")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "value"),
+    [
+        ("Rare", (1, 2), "seen"),
+        ("ByHand", (1, 2), "centre"),
+        pytest.param("ByHand", (2, 2), "centre", marks=WIDE),
+    ],
+)
+def test_what_replicas_write_unlike_that_no_trial_has_seen_is_refused(name: str, layout: Layout, value: str) -> None:
+    said = rf"has written `{value}` \(.*carried_scenarios.py:\d+\) and goes on from it, and one of the 2 replicas"
+    for found in run_trainers(carried, layout, name, UNCUT, devices=layout[0] * layout[1], check=False, grace=20.0):
+        assert re.search(said, f"{found.error}"), found.error
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("RareGathered", (1, 2)),
+        ("ByHandGathered", (1, 2)),
+        pytest.param("ByHandGathered", (2, 2), marks=WIDE),
+    ],
+)
+def test_what_replicas_write_from_what_they_gather_is_that_of_one_process(name: str, layout: Layout) -> None:
+    expected = one_process(carried, None, name, {})
+    for found in run_trainers(carried, layout, name, UNCUT, devices=layout[0] * layout[1]):
+        here = {key: value for key, value in found.value.items() if value}
+        assert not list(differences("", here, {key: expected[key] for key in here}, 1e-9)), found.output
+
+
+def test_the_line_that_stores_to_an_attribute_is_found() -> None:
+    line = line_of_store([Rare.loss], "seen")
+    path, number = line.rsplit(":", 1)
+    assert "self.seen[self.word] += 1" in Path(path).read_text().splitlines()[int(number) - 1]
+    assert not line_of_store([Rare.loss], "nothing")
 
 
 def test_a_clock_asks_for_no_pass() -> None:

@@ -33,12 +33,13 @@ class Carried:
 
     Attributes:
         ways: name -> how what the replicas have written comes together in each step; "" where that is not certain.
+        seen: names of what trials have seen to be written.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
         self._module, self._world, self._replicas = module, mesh.group("world"), mesh.layout.data
         self._functions: list[Any] | None = None
-        self._seen, self._said = set[Name](), list[Name]()
+        self.seen, self._said = set[Name](), list[Name]()
         self._here: dict[Name, Kinds] = {}
         self._known: dict[Name, Kinds] = {}
         self.ways: dict[Name, Any] = {}
@@ -64,7 +65,7 @@ class Carried:
             Those that each replica writes from its own samples.
         """
         mixed = (said for said, names in named.items() if any(kinds.get(name) != ("same",) for name in names))
-        clocks = names_of_clocks(self._called())
+        clocks = self.clocks
         modules = dict(self._module.named_modules())
         norms = {name for name, child in modules.items() if isinstance(child, _BatchNorm)}
         found = [said for said in dict.fromkeys([*unlike, *mixed]) if said[1] not in clocks]
@@ -72,12 +73,12 @@ class Carried:
         for said in (said for said in found if said[0] not in norms):
             apart = said[1] is not None and said[0] not in modules  # others may come, which no trial has seen
             word = said[0].rpartition(".")[2] if said[1] is None else said[1]
-            apart = apart or not is_plainly_written(self._called(), str(word))
+            apart = apart or not is_plainly_written(self.called, str(word))
             ways = {() if apart else ways_on(joins, name, kinds.get(name, ())) for name in named.get(said, ())}
             self._here[said] = (ways.pop() or _APART) if len(ways) == 1 else _APART
         changes = [change for join in joins for each in (*join.parts, join.whole) for change in each.items()]
         new = {name: now for name, (was, now) in changes if was is MISSING and kinds.get(name) == ("same",)}
-        self._seen.update(name for name, _ in changes if name not in new)  # the others may be as their class has them
+        self.seen.update(name for name, _ in changes if name not in new)  # the others may be as their class has them
         unseen = (name for name in self._unseen(tried, new) if not others(name))
         for name in (name for name in unseen if name[0] not in norms and name[1] not in clocks):
             self._here.setdefault(sendable(name, self._module), _UNSEEN)
@@ -103,15 +104,22 @@ class Carried:
 
     def _unseen(self, tried: Tried, new: Mapping[Name, Any]) -> set[Name]:
         """What the step's code stores to whatever the batch, and no trial has seen to change."""
-        stored = stored_names(self._called())
+        stored = stored_names(self.called)
         values = (*tried.traces.values(), *new.items())
-        names = {name for name, value in values if _counts(name, value, stored)} - self._seen
+        names = {name for name, value in values if _counts(name, value, stored)} - self.seen
         return names and tried.traces.lasting(names) & names
 
-    def _called(self) -> list[Any]:
+    @property
+    def called(self) -> list[Any]:
+        """The functions that the step calls."""
         if self._functions is None:
             self._functions = functions_of_step(self._module)
         return self._functions
+
+    @property
+    def clocks(self) -> set[str]:
+        """Names of what the step reads off a clock."""
+        return names_of_clocks(self.called)
 
 
 def _counts(name: Name, value: Any, stored: set[str]) -> bool:

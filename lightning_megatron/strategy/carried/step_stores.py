@@ -57,6 +57,21 @@ def is_plainly_written(functions: Iterable[types.FunctionType], name: str) -> bo
     return bool(found) and all(found)
 
 
+def line_of_store(functions: Iterable[types.FunctionType], name: str) -> str:
+    """The line of some functions that stores to an attribute; "" where none is found.
+
+    Args:
+        functions: that a step calls.
+        name: of the attribute.
+    """
+    for function in functions:
+        definition, code = definition_of(function), function.__code__
+        for node in ast.walk(definition) if definition is not None else ():
+            if isinstance(node, ast.stmt) and name in _stored_by(node):
+                return f"{code.co_filename}:{code.co_firstlineno + node.lineno - 1}"
+    return ""
+
+
 def _writes(function: types.FunctionType, name: str) -> Iterator[bool]:
     """Of each line that writes an attribute, whether it does so plainly."""
     definition = definition_of(function)

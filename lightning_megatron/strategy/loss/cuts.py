@@ -18,6 +18,7 @@ from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.all_samples import AllSamples
+from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.generation.repeats import Repeats
@@ -97,6 +98,10 @@ class Cuts:
         self.trials = LossTrials(context)
         replicas = self.trials.replicas
         self.all_samples = None if replicas is None else AllSamples(context, replicas)
+        own = self._options.whole_batch_loss is False
+        self._unlike_writes = (
+            None if replicas is None or own else UnlikeWrites(context.module, context.device, replicas)
+        )
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
         alone = self._layout.pipeline == 1 and self._options.micro_batch_size == "auto"
         if tries and not alone:
@@ -195,14 +200,33 @@ class Cuts:
 
     def _write_all(self, call: Callable[[Any], Any], batch: Any) -> None:
         """Let values that the step goes on from be written from the samples of all replicas."""
+        self.begin()
         if self.all_samples is not None:
             with self.mixing.counts.aside(always=True):
                 self.all_samples.write(call, batch)
 
+    def begin(self) -> None:
+        """Before the step: look at what it can write."""
+        if self._unlike_writes is not None:
+            self._unlike_writes.begin()
+
     def settle(self) -> None:
-        """Behind the step: what it goes on from is what the samples of all replicas have written."""
+        """Behind the step: what it goes on from is what the samples of all replicas have written. Collective over them,
+        as is :meth:`check`.
+        """
         if self.all_samples is not None:
             self.all_samples.settle()
+        if self._unlike_writes is not None:
+            self._unlike_writes.start()
+
+    def check(self) -> None:
+        """Before the update: that replicas have written nothing else otherwise.
+
+        Raises:
+            RuntimeError: they have.
+        """
+        if self._unlike_writes is not None:
+            self._unlike_writes.finish()
 
     def _look_at_loaders(self) -> None:
         """Find out whether replicas may have unlike numbers of samples; collective where there are new loaders."""

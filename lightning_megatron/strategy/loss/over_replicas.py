@@ -42,6 +42,7 @@ from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 _MANY = 8  # samples of which four parts are tried, else two
 _GROWS = ("sum", "set", "each", "total")
 _ALIKE = 1e-6  # relative, of values that replicas write
+_PLACES = 1009  # in a tensor that are told apart
 
 
 class TriedParts(NamedTuple):
@@ -329,32 +330,44 @@ def unlike_values(values: Mapping[Name, list[Any]], group: dist.ProcessGroup) ->
         values: of this replica, written by a step on a part of its own batch, under names that all replicas know.
         group: the replicas.
     """
-    told = objects.gather({name: _measured(written) for name, written in values.items()}, group)
+    told = objects.gather({name: sums_of(written) for name, written in values.items()}, group)
     names = dict.fromkeys(name for each in told for name in each)
-    return [name for name in names if any(_unlike(told[0].get(name), each.get(name)) for each in told[1:])]
+    return [name for name in names if any(differ_in_sums(told[0].get(name), each.get(name)) for each in told[1:])]
 
 
-def _measured(value: Any) -> tuple[float, ...] | None:
-    """Sums that tell numbers and tensors apart; ``None`` for what is neither."""
+def sums_of(value: Any) -> tuple[float, ...] | None:
+    """Sums that tell numbers and tensors apart; ``None`` for what is neither.
+
+    Args:
+        value: the value.
+    """
     if isinstance(value, Tensor):
         plain = torch.view_as_real(value) if value.is_complex() else value
-        plain = plain.detach().double()
-        return (float(plain.numel()), float(plain.sum()), float(plain.abs().sum()))
+        plain = plain.detach().double().flatten()
+        places = 1 + torch.arange(plain.numel(), device=plain.device).remainder(_PLACES).double()
+        sums = torch.stack([plain.sum(), plain.abs().sum(), plain.abs() @ places])  # other places, of the same numbers
+        return (float(plain.numel()), *sums.tolist())
     if isinstance(value, (bool, int, float)):
         return (1.0, float(value), abs(float(value)))
     if isinstance(value, (set, dict)) and all(isinstance(entry, (*NUMBERS, tuple)) for entry in value):
         keys = float(zlib.crc32(repr(sorted(map(repr, value))).encode()))
-        held = _measured(list(value.values())) if isinstance(value, dict) else ()
+        held = sums_of(list(value.values())) if isinstance(value, dict) else ()
         return None if held is None else (float(len(value)), keys, *held)
     if isinstance(value, str):
         return (float(zlib.crc32(value.encode())),)
     if isinstance(value, (list, tuple, deque)):
-        each = [_measured(entry) for entry in value]
+        each = [sums_of(entry) for entry in value]
         return None if None in each else tuple(number for entry in each if entry is not None for number in entry)
     return None
 
 
-def _unlike(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> bool:
+def differ_in_sums(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> bool:
+    """Whether values of which these are the :func:`sums_of` differ by more than rounding, or but one of them is there.
+
+    Args:
+        one: of a value; ``None`` where there is none.
+        other: of another one.
+    """
     if one is None or other is None:
         return (one is None) != (other is None)
     pairs = zip(one, other, strict=True) if len(one) == len(other) else [(0.0, math.inf)]

@@ -32,6 +32,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
+from lightning_megatron.strategy.loss.cuts import Cuts
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean, Step
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -144,15 +145,18 @@ class StepByHand:
         context: what steps run on, with several stages.
         stage: this rank's.
         evaluates: runs the steps of evaluation.
+        cuts: compare what replicas write.
         copies: weights that tensor-parallel ranks hold whole.
     """
 
-    def __init__(self, context: StepContext, stage: Stage, evaluates: Step, copies: WeightCopies | None) -> None:
+    def __init__(
+        self, context: StepContext, stage: Stage, evaluates: Step, cuts: Cuts, copies: WeightCopies | None
+    ) -> None:
         self._module, self._mesh, self._device = context.module, context.mesh, context.device
         self._stages, self._stage, self._streams = context.stages, stage, context.streams
         self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
         self._copies, self._has_loss = copies, self._mesh.rank == self._mesh.loss_rank
-        self.evaluate = evaluates.evaluate
+        self.evaluate, self._cuts = evaluates.evaluate, cuts
         self._mean = ReplicaMean(self._mesh, self._device)
         self._schedule: Schedule | None = None
         self._passes: Passes | None = None
@@ -167,6 +171,7 @@ class StepByHand:
         compares = self._losses.compares and self._has_loss
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
+        self._cuts.begin()
         with self._recording.step(over="training") as recorder, self._streams.step(training=True):
             deaf = _Deaf(self._module)
             if not self._has_loss:
@@ -180,6 +185,7 @@ class StepByHand:
             if compares:
                 self._losses.compare(None, "training_step", self._device)
             self._outcome = self._stages.outcome(lambda: self._merge(output, recorder), "training_step")
+        self._cuts.settle()
         deaf.check({key.name for key in self._outcome.logs.keys})
         if self._copies is not None:
             self._copies.compare()
@@ -221,6 +227,7 @@ class StepByHand:
     def finish(self) -> Outcome | None:
         """The outcome, once."""
         outcome, self._outcome = self._outcome, None
+        self._cuts.check()
         return outcome
 
     def _say(self) -> None:

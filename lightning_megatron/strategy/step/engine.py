@@ -126,7 +126,7 @@ class StepEngine:
                 self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, cuts)
         elif not module.automatic_optimization:
             check_by_hand(record_timeline=options.record_timeline)
-            self.whole = StepByHand(self._context, stage, self._in_parts, copies)
+            self.whole = StepByHand(self._context, stage, self._in_parts, self._in_parts.cuts, copies)
 
     def step(self, batch: Any) -> Step:
         """The way that a batch of training takes: the plain one with one stage and one micro-batch."""

@@ -121,6 +121,7 @@ class PlainStep:
         outcome, self._outcome = self._outcome, None
         self._mean.finish(outcome)
         if not self._alone:
+            self._cuts.check()
             self._cuts.trials.note_logged(outcome)
         return outcome
 

@@ -108,6 +108,7 @@ class ScheduledStep:
     def finish(self) -> Outcome | None:
         """The outcome, once."""
         outcome, self._outcome = self._outcome, None
+        self.cuts.check()
         return outcome
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
