@@ -209,6 +209,13 @@ class Balanced(Task):
         return self.each(x, y, weight=self.balance)
 
 
+class Rebalanced(Balanced):
+    """The classes get other weights with time."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.balance = self.balance.flip(0) + batch_idx
+
+
 class Root(Task):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self(x).mean(-1), y.double()).sqrt()
@@ -522,7 +529,8 @@ WEIGHED: dict[str, Callable[[], Task]] = {
     "logs": Logs,
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
-    "balanced": Balanced, "root": Root, "hardest": Hardest, "focal": Focal, "in_batch": InBatch, "mixed": Mixed,
+    "balanced": Balanced, "rebalanced": Rebalanced, "root": Root, "hardest": Hardest, "focal": Focal,
+    "in_batch": InBatch, "mixed": Mixed,
     "running": Running, "followed": Followed, "conditioned": Conditioned, "between": Between,
     "across_samples": AcrossSamples, "alike": Alike, "fifth": Fifth, "by_class": ByClass, "normed": Normed,
 }  # fmt: skip

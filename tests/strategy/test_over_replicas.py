@@ -33,11 +33,11 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 2), {"micro_batch_size": 4}),
     ((2, 2), {**UNCUT, "pipeline_schedule": "zb-v"}),
 ]
-EVERYDAY = ("padded", "zero_head", "late", "logs", "sum", "followed")
+EVERYDAY = ("padded", "zero_head", "late", "logs", "sum", "followed", "balanced", "rebalanced")
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if number == 0 and name in EVERYDAY else WIDE)
     for number, (layout, arguments) in enumerate(LAYOUTS)
-    for name in (*WEIGHED, "followed")
+    for name in (*WEIGHED, "followed", "balanced", "rebalanced")
 ]
 
 

@@ -31,8 +31,9 @@ from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.strategy.carried.carried_values import Carried
+from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOfPieces
 from lightning_megatron.strategy.logs.combining import Narrowed
-from lightning_megatron.strategy.loss.pieces_tried import Joins, KeptRows, RowsOfPieces, Tried, unlike_pair
+from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried, unlike_pair
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
 from lightning_megatron.strategy.loss.traces import Changes, Traces

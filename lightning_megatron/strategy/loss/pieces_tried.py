@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.data_parallel.windows.agreement import UnlikeReplicasError
@@ -18,15 +18,16 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
-from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
+from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT, RowsOfPieces
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
-from lightning_megatron.strategy.loss.tables import Name, Table, spelled
+from lightning_megatron.strategy.loss.class_weights import class_weighted
+from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, candidates, find
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
@@ -36,6 +37,7 @@ _LEAST = 1e-6  # how unlike a part is that counts nothing, whose loss tells less
 _PARTS = 5  # most micro-batches that are tried
 _ORDER = "an order of the samples, behind a condition that the trial did not meet:"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
+_NO_CLASSES: Mapping[str, Any] = MappingProxyType({})
 _FEW = 4  # samples at once, of fewer of which some losses look like means
 
 
@@ -88,6 +90,7 @@ class Joins:
         batch: the whole.
         parts: its micro-batches, two or more.
         sample: of the batch that one of them has to hold; ``None`` for any.
+        classes: weights by class, by which targets may be weighed.
 
     Attributes:
         pieces: in the order in which they run.
@@ -95,11 +98,13 @@ class Joins:
         first: number of the first sample of the pieces in the batch.
     """
 
-    def __init__(self, batch: Any, parts: Sequence[Any], sample: int | None = None) -> None:
+    def __init__(
+        self, batch: Any, parts: Sequence[Any], sample: int | None = None, classes: Mapping[str, Any] = _NO_CLASSES
+    ) -> None:
         ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
         found = unlike_pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
         start = max(0, min(found - 1, len(parts) - _PARTS))
-        self.pieces, self.first = [parts[start]], ends[start]
+        self.pieces, self.first, self._classes = [parts[start]], ends[start], classes
         self.joins: dict[int, tuple[int, ...]] = {}
         for index in range(start + 1, min(start + _PARTS, len(parts))):
             last = len(self.pieces)
@@ -129,81 +134,11 @@ class Joins:
         findings = []
         for both, pair in self.joins.items():
             parts = [self.pieces[index] for index in pair]
-            counts = {way: [way(part) for part in parts] for way in candidates(self.pieces[both], *parts)}
+            ways = (*candidates(self.pieces[both], *parts), *class_weighted(self._classes, self.pieces[both]))
+            counts = {way: [way(part) for part in parts] for way in ways}
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
         return findings[0].joined(findings[1:])
-
-
-class RowsOfPieces:
-    """Values with rows of samples, cut for the pieces of one trial.
-
-    Args:
-        values: name -> table, key and the rows of all pieces.
-        size: how many samples these are.
-        places: the samples of each piece.
-
-    Attributes:
-        names: of the values.
-    """
-
-    def __init__(self, values: Mapping[Name, tuple[Table, Any, Tensor]], size: int, places: Sequence[slice]) -> None:
-        self._values, self._size, self._places, self.names = list(values.values()), size, places, frozenset(values)
-
-    @contextmanager
-    def of(self, index: int) -> Iterator[None]:
-        """While a piece runs, whose writes are undone by others afterwards."""
-        for table, key, value in self._values:
-            each, place = len(value) // self._size, self._places[index]
-            table.values[key] = value[place.start * each : place.stop * each]
-        yield
-
-
-NOTHING_KEPT = RowsOfPieces({}, 1, ())
-
-
-class KeptRows:
-    """What a step keeps of each sample for the next step, such as a hidden state, as far as trials have seen.
-
-    In a trial it is cut as the batch is. Where a later step reads it sample by sample, as one process does with all
-    samples, a part of a batch has by itself the loss that it has in the whole; where all are brought together, which
-    over replicas is a mean of a replica's own, it has not::
-
-        h + self.last                  sample 5 of a batch finds what sample 5 of the batch before has left
-        h + self.last.mean(0)          every sample finds something of all others
-
-    Attributes:
-        places: name of a value -> its table and key.
-    """
-
-    def __init__(self) -> None:
-        self.places: dict[Name, tuple[Table, Any]] = {}
-
-    def learn(self, found: Mapping[Name, tuple[Table, Any]]) -> None:
-        """Take note of values that have a row for each sample."""
-        self.places |= found
-
-    def of(
-        self, rows: Sequence[Rows], size: int, first: int, group: dist.ProcessGroup, borrowed: int | None
-    ) -> RowsOfPieces:
-        """Them, to be cut for the pieces of a trial. Collective over the replicas, where it is of two.
-
-        Args:
-            rows: the samples of each piece, among those of all pieces.
-            size: samples of this replica's batch.
-            first: number of the first sample of the pieces among these.
-            group: the replicas.
-            borrowed: the first of two neighbours among them whose batches the pieces are; ``None`` for this one's.
-        """
-        values = {name: table.values.get(key) for name, (table, key) in self.places.items()}
-        fit = {name: value for name, value in values.items() if isinstance(value, Tensor) and _has_rows(value, size)}
-        if borrowed is not None:
-            told = objects.gather({name: value.detach().cpu() for name, value in fit.items()}, group)
-            both = {name: [each.get(name) for each in told[borrowed : borrowed + 2]] for name in fit}
-            fit = {name: torch.cat(rows).to(fit[name]) for name, rows in both.items() if _are_alike(rows)}
-            size, first = rows[0].total, 0
-        places = [slice(first + piece.first, first + piece.first + piece.size) for piece in rows]
-        return RowsOfPieces({name: (*self.places[name], value) for name, value in fit.items()}, size, places)
 
 
 class Tried:
@@ -387,11 +322,3 @@ def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
             if unlike > best + 1e-9:
                 best, place = unlike, index
     return place
-
-
-def _has_rows(value: Tensor, size: int) -> bool:
-    return type(value) is Tensor and value.ndim > 0 and size > 0 and len(value) > 0 and len(value) % size == 0
-
-
-def _are_alike(rows: Sequence[Any]) -> bool:
-    return all(isinstance(row, Tensor) for row in rows) and len({row.shape[1:] for row in rows}) == 1

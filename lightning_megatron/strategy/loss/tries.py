@@ -36,15 +36,17 @@ from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT
 from lightning_megatron.strategy.generation.middle import Exchanged, Middle
 from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.apart import AroundTrial
+from lightning_megatron.strategy.loss.class_weights import bind, class_weights_of
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import NOTHING_KEPT, Joins, ToldOfTrial, Tried
+from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
 from lightning_megatron.strategy.loss.weighing import (
@@ -96,11 +98,9 @@ class LossTrials:
         self._rounds = context.mesh.layout.tensor * context.mesh.layout.context > 1  # numbers, each rank otherwise
         self._extremes, self._beyond = Extremes(), cast("int | None", None)
         self._weigh = context.options.loss_weight
-        said_so = {} if self._weigh is None else {self._weigh: 0.0}
-        self.reading = Reading(said_so, stays=context.options.whole_batch_loss is True)
-        self.once = OncePerBatch()
-        self._written = Written()
-        self._unsure = False
+        stays = context.options.whole_batch_loss is True
+        self.reading = Reading({} if self._weigh is None else {self._weigh: 0.0}, stays=stays)
+        self.once, self._written, self._unsure = OncePerBatch(), Written(), False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
         several = context.mesh.layout.data > 1
         self.replicas = OverReplicas(context.mesh, self._device, self._module, self._layers) if several else None
@@ -245,7 +245,7 @@ class LossTrials:
 
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
-        joins = Joins(batch, parts, self._beyond if cut else None)
+        joins = Joins(batch, parts, self._beyond if cut else None, class_weights_of(self._module, self._mesh))
         due, self._fresh = self._steps >= self._next, True
         call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
         call = self._context.gradients.on_parts(call)
@@ -320,6 +320,7 @@ class LossTrials:
     ) -> None:
         """Take note of what a step writes, at its end and in the middle of it."""
         self._unsure = any(one.unsure for one in told)
+        bind(self.reading, self._module, self._mesh)
         usual = self.reading.way if self.reading.fits and self.reading.way else "sizes"
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
             self._written.learn(name, kinds[name], place, tried.turn(name, self._layers), usual)

@@ -86,7 +86,7 @@ def candidates(*batches: Any) -> list[Counted]:
 
 def _countable(batch: Any) -> list[Counted]:
     found = []
-    for place, tensor in _integers(batch):
+    for place, tensor in integers_of(batch):
         shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
         found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
     for place, tensor in _by_sample(batch):
@@ -95,8 +95,12 @@ def _countable(batch: Any) -> list[Counted]:
     return found
 
 
-def _integers(batch: Any) -> Iterator[tuple[int, Tensor]]:
-    """Those of integers among the tensors of :func:`_by_sample`."""
+def integers_of(batch: Any) -> Iterator[tuple[int, Tensor]]:
+    """Tensors of integers with one row per sample, and their places among those of the batch.
+
+    Args:
+        batch: the batch.
+    """
     return ((place, x) for place, x in _by_sample(batch) if not (x.is_floating_point() or x.is_complex()))
 
 
@@ -118,7 +122,7 @@ class Extremes:
     def grow(self, batch: Any) -> int | None:
         """A sample with values beyond those of earlier batches; ``None`` if there is none."""
         found = None
-        for place, tensor in _integers(batch):
+        for place, tensor in integers_of(batch):
             if not tensor.numel():
                 continue
             ends = torch.stack([tensor.min().long(), -tensor.max().long()])

@@ -35,8 +35,8 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
 from lightning_megatron.strategy.loss.over_replicas import SeesGroup, joined
+from lightning_megatron.strategy.mixtures.counts_first import CountsFirst
 from lightning_megatron.strategy.recheck import is_due
-from lightning_megatron.strategy.step.counts_first import CountsFirst
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the steps in which it is tried
