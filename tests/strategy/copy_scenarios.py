@@ -46,6 +46,21 @@ def state_dicts(module: Any) -> None:
         average.copy_(0.9 * average + 0.1 * source)
 
 
+def loaded(module: Any) -> None:
+    if module.trainer.global_step % 2:
+        module.ema.load_state_dict(module.net.state_dict())
+        return
+    average, source = module.ema.state_dict(), module.net.state_dict()
+    module.ema.load_state_dict({name: 0.9 * value + 0.1 * source[name] for name, value in average.items()})
+    for one, other in zip(module.ema.blocks, module.net.blocks, strict=True):
+        one.load_state_dict(other.state_dict())
+
+
+def sliced(module: Any) -> None:
+    for one, other in zip(module.ema.blocks[1:3].parameters(), module.net.blocks[1:3].parameters(), strict=True):
+        one.lerp_(other, 0.1)
+
+
 def layer_by_layer(module: Any) -> None:
     for average, source in zip(module.ema.blocks, module.net.blocks, strict=True):
         for one, other in zip(average.parameters(), source.parameters(), strict=True):
@@ -180,6 +195,8 @@ KINDS: dict[str, Callable[[], LightningModule]] = {
     "data_in_place": lambda: Averaged(data_in_place, frozen=False),
     "state_dicts": lambda: Averaged(state_dicts),
     "layer_by_layer": lambda: Averaged(layer_by_layer),
+    "loaded": lambda: Averaged(loaded),
+    "sliced": lambda: Averaged(sliced),
     "claimed": Claimed,
     "library": Library,
     "buffers": Buffers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -210,6 +211,36 @@ class Keeping(TokenTask):
         return super().loss(batch) + sum(block.kept.mean() for block in self.net.layers)
 
 
+class Loads(TokenTask):
+    """Loads a copy of the model from it.
+
+    Args:
+        where: the copy is not frozen ("unfrozen"), it is loaded in the step ("step"), or made after the start ("late").
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(LearnedPositions())
+        self.where = where
+        if where != "late":
+            self.other = copy.deepcopy(self.net).requires_grad_(where == "unfrozen")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def on_fit_start(self) -> None:
+        if self.where == "late":
+            self.other = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.where == "step":
+            self.other.load_state_dict(self.net.state_dict())
+        return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.where == "unfrozen":
+            self.other.load_state_dict(self.net.state_dict())
+
+
 class Rebuilds(TokenTask):
     """Puts modules of its own making into the network, when that is divided already."""
 
@@ -269,6 +300,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "late_kept": lambda: Keeping("later"),
     "now_and_then": lambda: NowAndThen(LearnedPositions()),
     "plain": lambda: TokenTask(LearnedPositions()),
+    **{f"loads_{where}": partial(Loads, where) for where in ("unfrozen", "step", "late")},
     **{f"rebuilt_{what}": partial(Rebuilds, what) for what in ("layers", "layer", "compiled", "compiles", "linear")},
 }
 

@@ -16,7 +16,10 @@ LAYOUTS: list[Any] = [
     pytest.param((3, 1), marks=pytest.mark.wide),
     pytest.param((2, 2), marks=pytest.mark.wide),
 ]
-KINDS = [kind if kind in ("zipped", "claimed") else pytest.param(kind, marks=pytest.mark.wide) for kind in copies.KINDS]
+KINDS = [
+    kind if kind in ("zipped", "claimed", "loaded") else pytest.param(kind, marks=pytest.mark.wide)
+    for kind in copies.KINDS
+]
 
 
 @remembered

@@ -70,6 +70,27 @@ def test_what_a_layer_of_another_stage_gives_is_refused_over_tensor_ranks_too(se
 
 
 @pytest.mark.parametrize(
+    ("where", "wanted"),
+    [
+        (
+            "unfrozen",
+            ["Error(s) in loading state_dict", "whose parts are on several pipeline", "`requires_grad_(False)`"],
+        ),
+        ("step", ["the step loads a state that depends on `net.", "on_train_batch_start", ONE_STAGE]),
+        pytest.param("late", ["`other` is a copy, made in a hook", "in `__init__`, `setup` or", ONE_STAGE], marks=WIDE),
+    ],
+)
+def test_a_copy_that_cannot_be_loaded_from_all_stages_is_refused(where: str, wanted: list[str]) -> None:
+    _refused(run_trainers(refusals.fit, (2, 1), {}, f"loads_{where}", devices=2, check=False, grace=20), *wanted)
+
+
+def test_a_copy_of_slices_is_refused_in_the_hook_that_makes_it() -> None:
+    options: dict[str, Any] = {"devices": 2, "check": False, "grace": 20}
+    outcomes = run_trainers(refusals.fit, (1, 1), {"tensor_parallel_size": 2}, "loads_late", **options)
+    _refused(outcomes, "`other` is a copy, made in a hook", "`tensor_parallel_size=1`")
+
+
+@pytest.mark.parametrize(
     ("what", "tensor", "wanted"),
     [
         ("layers", 1, ["`net.layers` is given another module in a hook", "in `__init__`, `setup` or", ONE_STAGE]),

@@ -11,9 +11,11 @@ us; while a run lasts :class:`NewContainers` lets it list what those in it list.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +25,23 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
+from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
 
 
-class GuardedNames:
+class _Listing:
+    """What is installed on a module: a copy of the module has one of its own, which asks the same stage."""
+
+    _viewer: Viewer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self._viewer)] = self._viewer
+        made = copy.copy(self)
+        made.__dict__.update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class GuardedNames(_Listing):
     """Installed as ``named_parameters`` on a module with parts elsewhere.
 
     Reading the first few is harmless (for a dtype), and so is counting: in a step what other stages own follows as
@@ -117,7 +132,7 @@ class Unread(Tensor):
         )
 
 
-class AbsentNames:
+class AbsentNames(_Listing):
     """Installed as ``named_parameters`` on a module that is elsewhere, as a whole or but for tied weights.
 
     In a step it lists what stands in for them, which is refused where its numbers are used; in a hook that goes over
@@ -141,7 +156,7 @@ class AbsentNames:
                 yield f"{prefix}.{name}" if prefix else name, getattr(self._module.get_submodule(above), leaf)
 
 
-class AbsentState:
+class AbsentState(_Listing):
     """Installed as ``state_dict`` on a module that is elsewhere, or that has parts elsewhere.
 
     In a step it has what stands in for what is elsewhere, as :class:`AbsentNames`; behind the module's own tensors.
@@ -158,6 +173,8 @@ class AbsentState:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         listed = type(self._module).state_dict(self._module, *args, **kwargs)
         if self._viewer.phase(lists=True) is not Phase.STEP:
+            if not args and kwargs.get("destination") is None:
+                listed.of_one_stage = True
             return listed
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs  # torch takes both
         prefix, keep_vars = given.get("prefix", ""), given.get("keep_vars", False)
@@ -168,7 +185,7 @@ class AbsentState:
         return listed
 
 
-class CopyNames:
+class CopyNames(_Listing):
     """Installed as one of the listing methods on a module inside a copy."""
 
     def __init__(self, module: nn.Module, name: str, method: str, viewer: Viewer) -> None:
@@ -180,20 +197,68 @@ class CopyNames:
             return listed
         prefix = str(kwargs.get("prefix", ""))
         if self._method != "state_dict":
-            return ((name, tensor) for name, tensor in listed if self._is_listed(name, prefix))
-        for name in [name for name in listed if not self._is_listed(name, prefix)]:
+            return ((name, tensor) for name, tensor in listed if self.lists(name, prefix))
+        for name in [name for name in listed if not self.lists(name, prefix)]:
             del listed[name]
         return listed
 
-    def _is_listed(self, name: str, prefix: str) -> bool:
+    def lists(self, name: str, prefix: str = "") -> bool:
+        """Whether this stage has the source of what is called ``name`` in the module."""
         viewer, own = self._viewer, name.removeprefix(prefix).removeprefix(".")
         return viewer.presence.sight(f"{self._name}.{own}", viewer.phase(lists=True)) is not Sight.UNLISTED
+
+
+class CopyLoad:
+    """Installed as ``load_state_dict`` on a module inside a copy, which is loaded from what its source lists.
+
+    What this stage lacks of the source the stage that has it loads and sends, so that nothing is missing here.
+    """
+
+    def __init__(self, module: nn.Module, names: CopyNames) -> None:
+        self._module, self._names = module, names
+
+    def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        own = type(self._module).state_dict(self._module, keep_vars=True) if strict else {}
+        elsewhere = {name for name in own if name not in state_dict and not self._names.lists(name)}
+        if elsewhere:
+            kept = getattr(state_dict, "_metadata", None)
+            state_dict = OrderedDict(state_dict) | {name: own[name] for name in elsewhere}
+            state_dict._metadata = kept  # type: ignore[attr-defined]
+        return type(self._module).load_state_dict(self._module, state_dict, strict, assign)
+
+
+def _explaining(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``nn.Module.load_state_dict``, whose errors say so where what is loaded is that of a module cut over stages."""
+
+    @functools.wraps(load)
+    def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        source = source_of(list(state_dict.values()))
+        if source is not None:
+            raise RuntimeError(
+                f"the step loads a state that depends on `{source.name}`, which another pipeline stage owns. Load it "
+                "in a hook, such as `on_train_batch_start` or `on_train_batch_end`, where each stage loads its part "
+                "of a copy and the parts are exchanged; or use `pipeline_parallel_size=1`."
+            )
+        try:
+            return load(module, state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            if getattr(state_dict, "of_one_stage", False):
+                error.add_note(
+                    "This `state_dict()` is of a module whose parts are on several pipeline stages, and has those of "
+                    "this one. A module that is a copy of it gets the others from their stages, if it is frozen where "
+                    "it is built (`requires_grad_(False)`), or named like one (`target`, `teacher`, `ema`). "
+                    "`strategy.full_state_dict()` has all weights."
+                )
+            raise
+
+    return load_state_dict
 
 
 class NewContainers:
     """Takes the place of ``nn.Module.named_parameters``, for containers that user code makes of parts of the module.
 
-    ``self.layers[:2].parameters()`` would be nothing on a stage that has none of them, and a penalty on it zero.
+    ``self.layers[:2].parameters()`` would be nothing on a stage that has none of them, and a penalty on it zero. Errors
+    of ``load_state_dict`` say what such a state lacks.
     """
 
     def __init__(self) -> None:
@@ -212,6 +277,7 @@ class NewContainers:
             return own(module, prefix, recurse, remove_duplicate)
 
         self._replaced.put(nn.Module, "named_parameters", named_parameters)
+        self._replaced.put(nn.Module, "load_state_dict", _explaining(nn.Module.load_state_dict))
 
     def stop(self) -> None:
         """Give it back."""
@@ -235,6 +301,11 @@ def _lists_itself(module: nn.Module) -> bool:
     return isinstance(vars(module).get("named_parameters"), (GuardedNames, AbsentNames, CopyNames))
 
 
+def is_in_part(module: nn.Module) -> bool:
+    """Whether other stages have what is in ``module``, or some of it."""
+    return isinstance(vars(module).get("named_parameters"), (GuardedNames, AbsentNames))
+
+
 def _lists_all(viewer: Viewer) -> bool:
     return viewer.lists_all and viewer.phase(lists=True) is Phase.HOOK
 
@@ -256,10 +327,11 @@ def install_listings(module: nn.Module, viewer: Viewer) -> None:
     for name, inside in _state_below(module, viewer.presence).items():
         above = module.get_submodule(name)
         above.state_dict = AbsentState(above, inside, viewer)  # type: ignore[method-assign, assignment]
-    for copy in viewer.presence.copies.sources:
-        for path, child in module.get_submodule(copy.name).named_modules(prefix=copy.name) if copy.source else ():
+    for kept in viewer.presence.copies.sources:
+        for path, child in module.get_submodule(kept.name).named_modules(prefix=kept.name) if kept.source else ():
             for method in ("named_parameters", "named_buffers", "state_dict"):
-                setattr(child, method, CopyNames(child, path, method, viewer))
+                setattr(child, method, names := CopyNames(child, path, method, viewer))
+            child.load_state_dict = CopyLoad(child, names)  # type: ignore[method-assign, assignment]
 
 
 def _below(presence: Presence) -> dict[str, list[str]]:

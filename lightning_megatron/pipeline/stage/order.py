@@ -44,7 +44,8 @@ def refuse_layer(trunk: str, index: int, expected: int, where: str) -> NoReturn:
         raise RuntimeError(
             f"the layers of `{trunk}` were called outside of a training, validation, test or predict step. They are "
             "spread over the pipeline stages. Outside of a step call a module that contains them all (the model, not "
-            "its parts), on every rank, under `torch.no_grad()`; or use `pipeline_parallel_size=1`."
+            "its parts), on every rank, under `torch.no_grad()`; build a copy of the model in `__init__` or `setup`, "
+            "and not in a later hook; or use `pipeline_parallel_size=1`."
         )
     if index < expected:
         last = expected - 1

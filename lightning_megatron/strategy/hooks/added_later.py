@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, HOOKS, function_of, users_hook
+from lightning_megatron.pipeline.elsewhere.listing import is_in_part
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.strategy.hooks.whole_hooks import OF_ONE_RANK, may_run_on_one_rank
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_call
@@ -66,6 +67,8 @@ class LateModules:
         self._cut = presence.layer_names()
         self._split = {parent(name) for name, entry in presence.entries.items() if entry.is_slice}
         self._names = {child: name for name, child in module.named_modules()} if wanted else {}
+        kinds = {type(child) for child, name in self._names.items() if name in self._split}
+        self._kinds = tuple(kind for kind in kinds if lies_in(kind.__module__, "lightning_megatron"))
         self._compiled = {child for child in self._names if child._compiled_call_impl is not None}
         self._replaced: list[str] = []
         look: Callable[..., None] | None = self._look if wanted else None
@@ -80,6 +83,12 @@ class LateModules:
         cut = any(lies_in(layer, name) for layer in self._cut)
         if isinstance(child, OptimizedModule) and (cut or any(lies_in(part, name) for part in self._split)):
             raise RuntimeError(_compiled(name))
+        if any(is_in_part(part) or type(part) in self._kinds for part in child.modules() if part not in self._names):
+            option = "pipeline_parallel_size" if self._stages > 1 else "tensor_parallel_size"
+            raise RuntimeError(
+                f"`{name}` is a copy, made in a hook, of modules that have been divided over ranks: it has what this "
+                f"rank holds of them, and no checkpoint would have the rest. {_EARLIER}, or use `{option}=1`."
+            )
         if cut:
             raise RuntimeError(
                 f"`{name}` is given another module in a hook, behind the division of the layers over {self._stages} "

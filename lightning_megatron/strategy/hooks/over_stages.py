@@ -339,8 +339,8 @@ class StageNumbers(TorchFunctionMode):
         raise RuntimeError(
             f"`{self._hook}` goes over all parameters, and {what} on other pipeline stages in another order"
             f" ({line_of_user()}). Let it run the same lines on every rank, over `self.parameters()` and not over what "
-            "a rank has kept from an earlier call, freeze a copy that follows a network (`requires_grad_(False)`), or "
-            "use `pipeline_parallel_size=1`."
+            "a rank has kept from an earlier call, build a copy that follows a network in `__init__` or `setup` and "
+            "freeze it (`requires_grad_(False)`), or use `pipeline_parallel_size=1`."
         )
 
     def _refuse_large(self, name: str, args: Any, kwargs: Any) -> None:
