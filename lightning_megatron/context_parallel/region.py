@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.context_parallel.block_split import from_described, in_blocks
+from lightning_megatron.context_parallel.block_split import BlockSplit, from_described, in_blocks
 from lightning_megatron.context_parallel.custom_functions import CustomFunctions
 from lightning_megatron.context_parallel.mask_work import agreed, balance_of, mask_among, work_of
 from lightning_megatron.context_parallel.rule_masks import masks_by_rule
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope
+from lightning_megatron.layers.all_here import all_tokens_asked, all_tokens_here, begin_pass
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 
@@ -148,7 +149,7 @@ class TokenRegion:
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a layer that is about to run, its first tensor of numbers cut to this rank's rows."""
-        if self.scope.running or in_backward():
+        if (self.scope.running and not all_tokens_asked()) or in_backward():
             taken: list[Tensor] = []
             self._beside = args, kwargs
             try:
@@ -178,6 +179,8 @@ class TokenRegion:
                 return value
             taken.append(value)
             if isinstance(value, WholeTensor):
+                if self._blocks is not None:
+                    begin_pass(uneven=not isinstance(split_of(value), BlockSplit))
                 return value
             shard = self.cut_at(layer, value)
             self._given.append((layer, value, shard, shard.local()._version))
@@ -222,11 +225,14 @@ class TokenRegion:
                 f"layers split over tensor ranks begin to share them at `{self._first}`. Name one list of layers with "
                 "`pipeline_layers=...`, or use `sequence_parallel=False`."
             )
-        balance = "zigzag" if self._balance == "auto" else self._balance
-        work = self._work(value, dim, bool(first)) if self._balance == "auto" and self._blocks is None else None
-        shards = cut(value, self._group, dim, balance, self.scope, self._blocks, work)
+        balance, blocks = "zigzag" if self._balance == "auto" else self._balance, self._blocks
+        if blocks is not None:
+            begin_pass(uneven=value.shape[dim] % blocks.size() > 0)
+            blocks = None if all_tokens_here() else blocks
+        work = self._work(value, dim, bool(first)) if self._balance == "auto" and blocks is None else None
+        shards = cut(value, self._group, dim, balance, self.scope, blocks, work)
         split = split_of(shards)
-        split = split if self._blocks is None else split.together()
+        split = split if blocks is None else split.together()
         if work is None:
             which, most = (tuple(value.shape), "causal work"), split.causal_balance
         else:

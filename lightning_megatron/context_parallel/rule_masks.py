@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_megatron.layers.all_here import all_tokens_asked
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import METADATA, getters, name_of
@@ -214,7 +215,8 @@ def _by_rule(function: Any, by_booleans: Any, noted: Counter[str], *args: Any, *
     """What ``function`` makes, as a rule where it is one of tokens by tokens."""
     sizes = [given.get(name) for name in ("q_length", "kv_length")]
     starts = [given.get(name, 0) for name in ("q_offset", "kv_offset")]
-    if args or sizes[0] != sizes[1] or any(type(number) is not int for number in (*sizes, *starts)):
+    unlike = sizes[0] != sizes[1] or any(type(number) is not int for number in (*sizes, *starts))
+    if args or unlike or all_tokens_asked():
         return function(*args, **given)
     # all but the pattern decides whether there is a mask; without it, one is a view of few numbers
     outline = {**given, "mask_function": _sees_all, "use_vmap": False}

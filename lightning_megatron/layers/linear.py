@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.logits import VocabParallelLogits
 from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products, PutOff, add_bias, row_product
 from lightning_megatron.layers.multiply.weight_view import autocast_input
@@ -67,20 +68,25 @@ class RowSharding(OfOneRank):
     Attributes:
         group: the tensor group.
         split_input: whether the input arrives whole and must be split by this layer.
-        scatter_dim: dim along which the output is split (sequence parallelism), or None for a whole output.
+        token_dim: dim along which the output is split (sequence parallelism), or None for a whole output.
         stream: dropout stream of the region, which this layer closes.
         entries: shared inputs of the region, whose references this layer drops.
     """
 
     group: dist.ProcessGroup
     split_input: bool = False
-    scatter_dim: int | None = None
+    token_dim: int | None = None
     stream: RankStream | None = None
     entries: list[ColumnEntry] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSharding:
         stream, entries = copy.deepcopy(self.stream, memo), copy.deepcopy(self.entries, memo)
         return replace(self, stream=stream, entries=entries)
+
+    @property
+    def scatter_dim(self) -> int | None:
+        """Dim along which the output is split, or None when every rank has all of it."""
+        return None if all_tokens_here() else self.token_dim
 
     def begin(self, x: Tensor) -> Tensor:
         """End the region before the layer. x: [.., in], or [.., in / group] -> [.., in / group]."""

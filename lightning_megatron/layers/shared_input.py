@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.multiply.products import PendingProducts, Products, sharded_product, share_input
 from lightning_megatron.layers.multiply.weight_view import TRANSPOSED, WHOLE, Operand, autocast_input
 from lightning_megatron.layers.streams import RankStream
@@ -78,7 +79,7 @@ class ColumnEntry(OfOneRank):
     ) -> None:
         self.group = group
         self.reduces = reduces
-        self.gather_dim = gather_dim
+        self._shared_dim = gather_dim
         self.stream = stream
         self.members: list[Member] = []
         self._source: weakref.ref[Tensor] | None = None
@@ -87,10 +88,15 @@ class ColumnEntry(OfOneRank):
         self._waiting: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ColumnEntry:
-        copied = ColumnEntry(self.group, self.gather_dim, copy.deepcopy(self.stream, memo), self.reduces)
+        copied = ColumnEntry(self.group, self._shared_dim, copy.deepcopy(self.stream, memo), self.reduces)
         memo[id(self)] = copied
         copied.members = [copy.deepcopy(member, memo) for member in self.members]
         return copied
+
+    @property
+    def gather_dim(self) -> int | None:
+        """Dim along which the input is split, or None when every rank has all of it."""
+        return None if all_tokens_here() else self._shared_dim
 
     def product(self, member: Member, x: Tensor) -> Tensor:
         """Local output of ``member``. x: [.., in] -> [.., out / group]; a collective under sequence parallelism."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -113,6 +114,12 @@ def replica_of(rank: int, sizes: Sizes) -> int:
     return rank // sizes[2] % sizes[1]
 
 
+def _around(sizes: Sizes, options: Mapping[str, Any]) -> Sizes:
+    """The sizes, context ranks counted with tensor ranks, which see the same batches."""
+    pipeline, data, tensor = sizes
+    return pipeline, data, tensor * int(options.get("context_parallel_size", 1))
+
+
 def _loader(replica: int) -> Any:
     """Two batches of two prompts; every replica has its own."""
     return DataLoader(prompts(8)[4 * replica : 4 * replica + 4], batch_size=2)
@@ -125,6 +132,7 @@ def generated(
     modes: tuple[str, ...],
     where: str = "predict",
     replica: int = 0,
+    options: Mapping[str, Any] = {},
 ) -> list[Any]:
     """Tokens that a rank saw, batch by batch.
 
@@ -135,12 +143,13 @@ def generated(
         modes: names of `MODES`.
         where: ``predict``, ``validate``, ``test``, or ``fit``: in steps, a callback and after it, with one replica.
         replica: with plain Lightning: whose prompts.
+        options: further ones of the strategy.
     """
     pl.seed_everything(7, verbose=False)
     module, samples = Talks(family, modes), Samples()
-    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
+    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes, **options)
     trainer = make_trainer(info, strategy, max_epochs=1, num_sanity_val_steps=1, callbacks=[samples])
-    loader = _loader(replica if sizes is None else replica_of(info.rank, sizes))
+    loader = _loader(replica if sizes is None else replica_of(info.rank, _around(sizes, options)))
     if where == "predict":
         found: Any = trainer.predict(module, loader)
         return [{mode: tokens.tolist() for mode, tokens in batch.items()} for batch in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ LAYOUTS: tuple[Sizes, ...] = ((1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1,
 wide = pytest.mark.wide
 
 
-def check_tokens(family: str, sizes: Sizes, modes: tuple[str, ...], where: str) -> None:
+def check_tokens(family: str, sizes: Sizes, modes: tuple[str, ...], where: str, **options: Any) -> None:
     pipeline, data, tensor = sizes
-    ranks = run_trainers(generated, family, sizes, modes, where, devices=pipeline * data * tensor)
+    context = options.get("context_parallel_size", 1)
+    around = pipeline, data, context * tensor
+    ranks = run_trainers(generated, family, sizes, modes, where, 0, options, devices=math.prod(around))
     for rank, outcome in enumerate(ranks):
-        expected = one_process(generated, family, None, modes, where, replica_of(rank, sizes))
+        expected = one_process(generated, family, None, modes, where, replica_of(rank, around))
         if where in ("validate", "test"):
             tokens, (values,) = outcome.value
             assert tokens == expected[0], (rank, tokens, expected[0])
@@ -50,6 +53,28 @@ def test_layers_that_read_the_keys_of_others_decode_under_a_pipeline() -> None:
 
 def test_tokens_in_steps_a_callback_and_after_fit_are_those_of_one_process() -> None:
     check_tokens("gpt2", (2, 1, 1), ("greedy",), "fit")
+
+
+TOKENS = {"sequence_parallel": True}
+CONTEXT = {"context_parallel_size": 2}
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("where", ["predict", "validate", "fit"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        *[((1, 1, 2), TOKENS), ((2, 1, 1), CONTEXT)],
+        *[((2, 1, 2), TOKENS), ((1, 1, 1), CONTEXT), ((1, 1, 2), {**TOKENS, **CONTEXT}), ((1, 2, 1), CONTEXT)],
+    ],
+    ids=str,
+)
+def test_ranks_that_share_tokens_generate_those_of_one_process(
+    sizes: Sizes, options: dict[str, Any], where: str
+) -> None:
+    if where == "fit" and (sizes[1] > 1 or "sequence_parallel" in options):
+        pytest.skip("replicas train on batches of their own; prompts of 5 tokens are for no two ranks to train on")
+    check_tokens("llama", sizes, tuple(MODES) if where == "predict" else ("greedy",), where, **options)
 
 
 @wide

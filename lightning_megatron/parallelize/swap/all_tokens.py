@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_from_group, split_to_group
@@ -46,6 +47,8 @@ class AllTokensInside:
 
     def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stream.close()
+        if all_tokens_here():
+            return None
 
         def whole(x: Tensor) -> Tensor:
             self._shape = tuple(x.shape)
@@ -54,6 +57,8 @@ class AllTokensInside:
         return replace(args, kwargs, self._tokens.given, whole)
 
     def _split(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if all_tokens_here():
+            return None
         leaves, form = tree_flatten(output)
         has_tokens = [index in self._tokens.left for index in range(len(leaves))]
         leaves = [self._part(x) if split else x for x, split in zip(leaves, has_tokens, strict=True)]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.linear import RowSharding
 from lightning_megatron.layers.table import ParameterSharding, ShardTable, apply_specs
 from lightning_megatron.layers.whole import WholeTensor
@@ -45,17 +46,22 @@ class ByOutput(OfOneRank):
 
     Attributes:
         group: the tensor group.
-        gather_dim: dim of the tokens where the input has a part of them, else ``None``.
+        token_dim: dim of the tokens where the input has a part of them, else ``None``.
         reduces: whether the input's gradient is summed here; ``False`` where a module around it does so.
         gathers: whether the output is gathered.
         rows: output features to keep where the tensors stay whole, else ``None``.
     """
 
     group: dist.ProcessGroup
-    gather_dim: int | None
+    token_dim: int | None
     reduces: bool
     gathers: bool
     rows: tuple[Range, ...] | None
+
+    @property
+    def gather_dim(self) -> int | None:
+        """Dim along which the input is gathered, or None when every rank has all of it."""
+        return None if all_tokens_here() else self.token_dim
 
     def run(self, product: Product, x: Tensor) -> Tensor:
         """x: [.., in] -> [.., out / group], or [.., out] where it is gathered."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_from_group, split_to_group
 from lightning_megatron.mesh.pickling import AroundHook
@@ -75,6 +76,8 @@ class TokenHooks:
             forward: whether it runs behind the module, whose output comes last.
         """
         pairs, ranks = list[tuple[Tensor, int]](), self._group.size()
+        if all_tokens_here():
+            return hook(part, *values)
         inside, part_of = id(part) not in self._layers, list[Tensor]()
 
         def seen(value: Any) -> Any:

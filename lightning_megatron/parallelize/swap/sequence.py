@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.mesh.messages.collectives import gather_for_shards
 from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
@@ -327,6 +328,8 @@ def _has_other_readers(trace: Trace, region: Region, holder: str) -> bool:
 
 def _entering(keys: Sequence[int | str], dim: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if all_tokens_here():
+            return None
         return replace(args, kwargs, keys, lambda x: gathered(x, dim if x.dim() > 2 else 0, group, gather_for_shards))
 
     return RankHook(hook)

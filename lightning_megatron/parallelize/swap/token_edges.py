@@ -6,6 +6,8 @@ was not tried on parts of the tokens sees whole tensors instead::
     tried        x ─[split]─ layer 0 ───────────────────────────── layer 1 ─[gather]─ head
     not tried    x ─[split]─ layer 0 ─[gather]─ exit loss, + ─[split]─ layer 1 ─[gather]─ head
 
+Without gradients, a pass whose tokens cannot be shared evenly has all of them on every rank.
+
 What a layer is given beside tokens is whole on every rank, and acts there on a part of the tokens: where it has a
 gradient, that is summed over the ranks.
 """
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_megatron.layers.all_here import all_tokens_here, begin_pass, end_pass
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
@@ -95,6 +98,9 @@ class LayerEdge:
     def _split(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._splits or not (self._ends[0] or self._alone):
             return None
+        begin_pass(uneven=self._is_uneven(args, kwargs))
+        if all_tokens_here():
+            return None
         if self._alone:
             args, kwargs = self._summed(args, kwargs)
         for key in self._tokens.given:
@@ -112,6 +118,12 @@ class LayerEdge:
         given = self._tokens.given
         found = tuple(x if key in given else tree_map(summed, x) for key, x in enumerate(args))
         return found, {key: x if key in given else tree_map(summed, x) for key, x in kwargs.items()}
+
+    def _is_uneven(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the ranks cannot have equally many tokens."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        hidden = next((given[key] for key in self._tokens.given if key in given), None)
+        return hidden is not None and hidden.dim() == 3 and hidden.shape[self._dim] % self._group.size() != 0
 
     def _hidden_part(self, x: Tensor) -> Tensor:
         check_hidden(x, self.stream.name)
@@ -132,6 +144,8 @@ class LayerEdge:
     def _gather(self, layer: nn.Module, args: Any, output: Any) -> Any:
         if not (self._ends[1] or self._alone):
             return None
+        if all_tokens_here():
+            return end_pass()
         leaves, form = tree_flatten(output)
         dims = self._tokens.left
         if len(dims) != len(leaves):  # gives more or less than in the trial: the hidden state comes first

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.layers.all_here import all_tokens
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
@@ -208,20 +209,20 @@ class ModelCalls:
 
     @contextmanager
     def running(self, follower: CallFollower | None = None) -> Iterator[None]:
-        """Around code that every stage of the pipeline runs.
+        """Around code that every stage of the pipeline runs; every context rank has all tokens there.
 
         Args:
             follower: answers the calls; by default, one that knows of no gradients.
 
         Raises:
-            RuntimeError: the tokens of a sequence are split over ranks.
+            RuntimeError: a training step whose tokens are split over context ranks.
         """
         stage, follower = self.stage, follower or self._follower
-        wire = follower.wire
-        if stage.cursor.tokens is not None:
+        wire, splits = follower.wire, stage.cursor.tokens is not None
+        if splits and follower is self._training:
             raise RuntimeError(
-                "a model that is called repeatedly in a step, or outside of one, is given a token at a time, which "
-                "context ranks cannot split; use `context_parallel_size=1`, or `pipeline_parallel_size=1`."
+                "a training step that calls the model several times runs under a pipeline with all tokens on each of "
+                "its ranks; use `context_parallel_size=1`, or `pipeline_parallel_size=1`."
             )
         followed: list[tuple[HookedCall, Any]] = [(call, call.cursor) for call in stage.calls]
         fastpath = torch.backends.mha.get_fastpath_enabled()  # it reads weights where other stages have stand-ins
@@ -233,7 +234,8 @@ class ModelCalls:
             part.follow(follower)
         stage.repeats = True
         try:
-            yield
+            with all_tokens() if splits else nullcontext():
+                yield
             wire.finish()
             if STATE.written:
                 refuse_away_metrics(self._module)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.layers.all_here import all_tokens
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_for
 from lightning_megatron.mesh.replaced import Replacement, Replacements
@@ -49,13 +50,13 @@ def agree_on_stops(module: nn.Module, mesh: ParallelMesh) -> None:
         mesh: the grid.
     """
     layout = mesh.layout
-    if layout.tensor * layout.pipeline == 1:
+    if layout.tensor * layout.context * layout.pipeline == 1:
         return
-    group = mesh.group("tensor_parallel") if layout.tensor > 1 else None
+    group = mesh.sharing_a_batch
     for model in module.modules():
         users = not isinstance(vars(model).get("generate"), (_Generate, NoneType))  # its own way to generate
         if any(kind.__name__ == "GenerationMixin" for kind in type(model).__mro__) and not users:
-            Replacements().put(model, "generate", _Generate(model, module, group))
+            Replacements().put(model, "generate", _Generate(model, module, group, layout.context > 1))
 
 
 class _Generate(Replacement):
@@ -64,41 +65,44 @@ class _Generate(Replacement):
     Args:
         model: Hugging Face's.
         module: the user's, which contains it.
-        group: of tensor ranks; ``None`` for one.
+        group: of tensor and context ranks; ``None`` for one.
+        always: whether they generate together also where tensor ranks split nothing of the model.
     """
 
-    def __init__(self, model: Any, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: Any, module: nn.Module, group: dist.ProcessGroup | None, always: bool) -> None:
         super().__init__(model, "generate")
-        self._model, self._module, self._group = model, module, group
+        self._model, self._module, self._group, self._always = model, module, group, always
         self.__name__, self.__wrapped__ = "generate", type(model).generate
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
-        return _Generate(copy.deepcopy(self._model, memo), self._module, self._group)
+        return _Generate(copy.deepcopy(self._model, memo), self._module, self._group, self._always)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See ``generate`` of the model."""
         own = type(self._model).generate
         names = list(inspect.signature(own).parameters)[1 : 1 + len(args)]
         given = {**dict(zip(names, args, strict=True)), **kwargs}
-        ranks = _Ranks(self._model, self._module, self._group)
-        with ranks.meeting():
+        ranks = _Ranks(self._model, self._module, self._group, self._always)
+        with all_tokens(), ranks.meeting():
             return own(self._model, **_agreeing(self._model, given, ranks))
 
 
 class _Ranks:
-    """The ranks that compute a model together: those of a pipeline, and of a tensor group.
+    """The ranks that compute a model together: those of a pipeline, of a tensor group, and of a context group.
 
     Args:
         model: Hugging Face's. Where every rank has all of it, each generates for itself.
         module: the user's.
-        group: of tensor ranks; ``None`` for one.
+        group: of tensor and context ranks; ``None`` for one.
+        always: whether they generate together also where tensor ranks split nothing of the model.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module, group: dist.ProcessGroup | None, always: bool) -> None:
         stage, parts = Stage.of(module), list(model.modules())
         trunk = None if stage is None else module.get_submodule(stage.partition.trunk.name)
         self._calls = None if stage is None or trunk not in parts else ModelCalls.of(module, stage)
-        self._group = group if any(type(part).__module__.startswith(_LAYERS) for part in parts) else None
+        of_tensor = any(type(part).__module__.startswith(_LAYERS) for part in parts)
+        self._group = group if of_tensor or always else None
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
