@@ -59,6 +59,15 @@ def check_options(size: int, options: Mapping[str, Any] | None) -> dict[str, Any
     return {"method": method, "balance": balance, "heads_over": heads_over}
 
 
+def _torchs_attention(layer: nn.Module) -> nn.MultiheadAttention | None:
+    return next((part for part in layer.modules() if isinstance(part, nn.MultiheadAttention)), None)
+
+
+def _token_dim(attention: nn.MultiheadAttention | None) -> int:
+    """Dim of the tokens in what a layer with this attention is given."""
+    return 0 if attention is not None and not attention.batch_first else 1
+
+
 def _in_levels(size: int, method: Any) -> tuple[Any, int]:
     """The method without its number of ranks, and the ranks that share heads.
 
@@ -182,6 +191,8 @@ class TokenRegion:
                 if self._blocks is not None:
                     begin_pass(uneven=not isinstance(split_of(value), BlockSplit))
                 return value
+            if not torch.is_grad_enabled() and value.ndim == 3 and self._has_too_few(layer, value):
+                return value
             shard = self.cut_at(layer, value)
             self._given.append((layer, value, shard, shard.local()._version))
             return shard
@@ -199,6 +210,10 @@ class TokenRegion:
             if shard.local()._version != version:
                 value.copy_(shard.full())
 
+    def _has_too_few(self, layer: nn.Module, value: Tensor) -> bool:
+        """Whether not every rank can have a token, as where a decoding loop gives one at a time."""
+        return value.shape[_token_dim(_torchs_attention(layer))] < self._group.size()
+
     def cut_at(self, layer: nn.Module, value: Tensor) -> TokenShards:
         """This rank's rows of a tensor that a layer is given whole.
 
@@ -212,12 +227,12 @@ class TokenRegion:
                 f"given {tuple(value.shape)}. Name other layers with `pipeline_layers=...`, or use "
                 "`context_parallel_size=1`."
             )
-        first = [part.batch_first for part in layer.modules() if isinstance(part, nn.MultiheadAttention)]
-        dim = 0 if first and not first[0] else 1
+        attention = _torchs_attention(layer)
+        dim = _token_dim(attention)
         if value.shape[dim] < size:
             raise RuntimeError(
                 f"`{name}` was given {value.shape[dim]} tokens, fewer than `context_parallel_size={size}` ranks can "
-                "split (generation calls the layers with one token at a time); use `context_parallel_size=1`."
+                "split in training; use `context_parallel_size=1`."
             )
         if self._blocks is not None and name != self._first:
             raise RuntimeError(
@@ -229,7 +244,7 @@ class TokenRegion:
         if blocks is not None:
             begin_pass(uneven=value.shape[dim] % blocks.size() > 0)
             blocks = None if all_tokens_here() else blocks
-        work = self._work(value, dim, bool(first)) if self._balance == "auto" and blocks is None else None
+        work = self._work(value, dim, attention is not None) if self._balance == "auto" and blocks is None else None
         shards = cut(value, self._group, dim, balance, self.scope, blocks, work)
         split = split_of(shards)
         split = split if blocks is None else split.together()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -356,12 +357,12 @@ STRANGERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def strange(info: RankInfo, name: str, sizes: Sizes | None, replica: int = 0) -> Any:
+def strange(info: RankInfo, name: str, sizes: Sizes | None, replica: int = 0, options: Mapping[str, Any] = {}) -> Any:
     """What a stranger's module gives on a rank: predictions, or metrics."""
     kind, where = STRANGERS[name]
     pl.seed_everything(7, verbose=False)
     module = kind().double()
-    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
+    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes, **options)
     trainer = make_trainer(info, strategy, max_epochs=1, limit_val_batches=0 if where == "fit" else None)
     mine = replica if sizes is None else replica_of(info.rank, sizes)
     loader = DataLoader(prompts(8)[4 * mine : 4 * mine + 4], batch_size=2)

@@ -109,9 +109,9 @@ def test_tokens_do_not_depend_on_the_schedule(options: dict[str, Any]) -> None:
         assert outcome.value == one_process(scheduled, None)
 
 
-def check_stranger(name: str, sizes: Sizes) -> None:
-    pipeline, data, tensor = sizes
-    for rank, outcome in enumerate(run_trainers(strange, name, sizes, devices=pipeline * data * tensor)):
+def check_stranger(name: str, sizes: Sizes, **options: Any) -> None:
+    ranks = math.prod(sizes) * options.get("context_parallel_size", 1)
+    for rank, outcome in enumerate(run_trainers(strange, name, sizes, 0, options, devices=ranks)):
         expected = one_process(strange, name, None, replica_of(rank, sizes))
         assert_equal(outcome.value, expected)
 
@@ -153,6 +153,13 @@ def test_strangers_loops_give_what_they_give_in_one_process(name: str, sizes: Si
     if STRANGERS[name][1] != "predict" and sizes[1] > 1:
         pytest.skip("metrics over replicas are those of all their batches")
     check_stranger(name, sizes)
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", sorted(STRANGERS))
+def test_strangers_loops_over_context_ranks_give_what_they_give_in_one_process(name: str, sizes: Sizes) -> None:
+    check_stranger(name, sizes, **CONTEXT)
 
 
 @pytest.mark.parametrize(
