@@ -187,6 +187,35 @@ class Remembers(Codebook):
         return z
 
 
+class Several(Carries):
+    """Grows harder where many samples of a batch are hard: more than a part of it has."""
+
+    kept = ("level",)
+    level = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        each = F.cross_entropy(self.head(self.features(x)), y[:, 0], reduction="none") * (1 + self.level)
+        hard = int((each.detach() > 3).sum())
+        if hard >= 3 or (each.numel() > 4 and len(self.kept) > 9):
+            self.level += 1
+        return each.mean()
+
+
+class OfClass(Carries):
+    """Keeps the largest number so far on its class."""
+
+    peak = 0.0
+
+    def on_fit_start(self) -> None:
+        type(self).peak = 0.0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.features(x)
+        before = type(self).peak
+        type(self).peak = max(before, float(z.detach().abs().max()))
+        return self.words(z, y) * (1 + before)
+
+
 class Rare(Carries):
     """Counts a word behind a condition that none of the first batches meets; as late as a word may come."""
 
@@ -244,7 +273,7 @@ class ByHandGathered(ByHand):
         return super().mean_of(self.all_gather(z).reshape(-1, VOCABULARY))  # type: ignore[union-attr]
 
 
-_KINDS = (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Stopwatch, Remembers)
+_KINDS = (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Several, OfClass, Stopwatch, Remembers)
 CARRIES: dict[str, type[Rows]] = {kind.__name__: kind for kind in _KINDS}
 WRITES_UNLIKE: dict[str, type[Rows]] = {kind.__name__: kind for kind in (Rare, RareGathered, ByHand, ByHandGathered)}
 

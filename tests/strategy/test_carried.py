@@ -14,6 +14,7 @@ from lightning_megatron.strategy.carried.step_stores import (
     is_plainly_written,
     line_of_store,
     names_of_clocks,
+    stored_behind_counts,
     stored_names,
 )
 from lightning_megatron.strategy.carried.ways_on import ways_on
@@ -30,6 +31,7 @@ from tests.strategy.carried_scenarios import (
     Queue,
     Rare,
     Replay,
+    Several,
     Stopwatch,
     carried,
 )
@@ -55,7 +57,7 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1), {"micro_batch_size": 1, "micro_batch_loss_weight": samples}),
     ((2, 2), {"micro_batch_size": 1, "micro_batch_loss_weight": samples}),
 ]
-EVERYDAY = {(name, 0) for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts")}
+EVERYDAY = {(name, 0) for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts", "Several", "OfClass")}
 EVERYDAY |= {("Codebook", 1), ("Queue", 7), ("Counts", 8)}
 PASSES = "each step runs once more before, forward only, on the samples of all replicas"
 ROWS = [
@@ -161,6 +163,8 @@ def test_what_the_code_of_a_step_stores_to_in_each_step_is_read() -> None:
     assert stored_names([Frequencies.loss]) == {"seen"}
     assert "slow" not in stored_names([Stopwatch.loss])
     assert names_of_clocks([Stopwatch.loss]) == {"began"}
+    assert stored_behind_counts([Several.loss]) == {"level"}
+    assert not stored_behind_counts([Rare.loss, Peak.loss, Replay.loss, Stopwatch.loss])
 
 
 @pytest.mark.parametrize(

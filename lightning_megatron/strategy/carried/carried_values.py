@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
-from lightning_megatron.pipeline.elsewhere.undo import LISTS
-from lightning_megatron.strategy.carried.step_stores import is_plainly_written, names_of_clocks, stored_names
+from lightning_megatron.strategy.carried.step_stores import (
+    defaults_of,
+    is_plainly_written,
+    is_stored,
+    names_of_clocks,
+    stored_behind_counts,
+    stored_names,
+)
 from lightning_megatron.strategy.carried.ways_on import ways_on
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.said import say_written_by_all
@@ -103,10 +109,11 @@ class Carried:
         self._said = apart
 
     def _unseen(self, tried: Tried, new: Mapping[Name, Any]) -> set[Name]:
-        """What the step's code stores to whatever the batch, and no trial has seen to change."""
-        stored = stored_names(self.called)
-        values = (*tried.traces.values(), *new.items())
-        names = {name for name, value in values if _counts(name, value, stored)} - self.seen
+        """What the step's code stores to whatever the batch, or for many samples, and no trial has seen to change."""
+        counted = stored_behind_counts(self.called)
+        stored = stored_names(self.called) | counted
+        values = (*tried.traces.values(), *new.items(), *defaults_of(self._module, counted).items())
+        names = {name for name, value in values if is_stored(name, value, stored)} - self.seen
         return names and tried.traces.lasting(names) & names
 
     @property
@@ -120,10 +127,3 @@ class Carried:
     def clocks(self) -> set[str]:
         """Names of what the step reads off a clock."""
         return names_of_clocks(self.called)
-
-
-def _counts(name: Name, value: Any, stored: set[str]) -> bool:
-    """Whether a value is a number, tensor or list that is stored under one of some names."""
-    if isinstance(value, LISTS):  # whose table is theirs
-        return name[1] is None and name[0].rpartition(".")[2] in stored
-    return name[1] in stored and isinstance(value, (int, float, complex, Tensor)) and not isinstance(value, bool)

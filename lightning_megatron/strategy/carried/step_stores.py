@@ -6,6 +6,7 @@ write it, its code is read::
     self.right += (p == y).sum()           stored to in each step
     self.bank.index_add_(0, y, z)          likewise
     if loss < self.best: self.best = loss  in some steps only: a trial sees it, or does not
+    if hard.sum() > 9: self.hits += 1      if many samples are: those of a part may never be as many
     self.began = time.perf_counter()       of no batch: each process has its own time
 """
 
@@ -15,11 +16,19 @@ import ast
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
 
 from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.elsewhere.undo import LISTS
+from lightning_megatron.strategy.loss.tables import Name
 
 _GROW = frozenset(("append", "appendleft", "extend", "insert", "add", "update"))
 _ADD = frozenset(("append", "extend", "update", "add", "add_", "sub_", "mul_", "div_", "lerp_", "copy_", "index_add_"))
+_COUNTS = frozenset(
+    ("sum", "len", "count_nonzero", "numel", "bincount", "unique", "nonzero", "std", "var", "norm", "histc")
+)
 _SAME = frozenset(("detach", "clone", "item", "float", "double", "to"))
 _CLOCKS = frozenset(
     f"{name}{unit}" for name in ("time", "perf_counter", "monotonic", "process_time") for unit in ("", "_ns")
@@ -55,6 +64,40 @@ def is_plainly_written(functions: Iterable[types.FunctionType], name: str) -> bo
     """
     found = [each for function in functions for each in _writes(function, name)]
     return bool(found) and all(found)
+
+
+def stored_behind_counts(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Attributes that functions store to behind a condition on how many samples of a batch there are of a kind, or on
+    how far they are apart, which the parts of a batch may never meet, and the whole may.
+
+    Args:
+        functions: that a step calls.
+    """
+    return {name for function in functions for name in _behind_counts(function)}
+
+
+def defaults_of(module: nn.Module, stored: set[str]) -> dict[Name, Any]:
+    """Numbers that modules have from their class, until a step stores to them.
+
+    Args:
+        module: the user's.
+        stored: names under which code stores.
+    """
+    found = {(path, key): getattr(type(child), key, None) for path, child in module.named_modules() for key in stored}
+    return {name: value for name, value in found.items() if isinstance(value, (int, float, complex))}
+
+
+def is_stored(name: Name, value: Any, stored: set[str]) -> bool:
+    """Whether a value is a number, tensor or list that is stored under one of some names.
+
+    Args:
+        name: of the value.
+        value: it.
+        stored: the names.
+    """
+    if isinstance(value, LISTS):  # whose table is theirs
+        return name[1] is None and name[0].rpartition(".")[2] in stored
+    return name[1] in stored and isinstance(value, (int, float, complex, Tensor)) and not isinstance(value, bool)
 
 
 def line_of_store(functions: Iterable[types.FunctionType], name: str) -> str:
@@ -173,6 +216,44 @@ def _changed(value: ast.expr | None) -> Iterator[str]:
             name = node.func.attr
             if name in _GROW or (name.endswith("_") and not name.startswith("_")):
                 yield from _attribute(node.func.value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _behind_counts(function: types.FunctionType) -> frozenset[str]:
+    definition = definition_of(function)
+    if definition is None:
+        return frozenset()
+    counts = set[str]()
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Assign) and _counts_samples(node.value, counts):
+            counts.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    found = set[str]()
+    for node in ast.walk(definition):
+        if isinstance(node, ast.If) and _counts_samples(node.test, counts):
+            lines = (each for body in (*node.body, *node.orelse) for each in ast.walk(body))
+            found.update(name for line in lines if isinstance(line, ast.stmt) for name in _stored_by(line))
+    return frozenset(found)
+
+
+def _counts_samples(value: ast.expr, counts: set[str]) -> bool:
+    """Whether an expression counts, or has a number that did: but for what is on the module already."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Name) and node.id in counts:
+            return True
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            of = node.func.value if isinstance(node.func, ast.Attribute) else None
+            given = [*node.args, *([of] if of is not None and not isinstance(of, ast.Name) else [])]
+            named = [*node.args, *([of] if of is not None else [])]
+            if called in _COUNTS and named and not (given and all(map(_is_attribute, given))):
+                return True
+    return False
+
+
+def _is_attribute(node: ast.expr) -> bool:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _attribute(node: ast.expr) -> Iterator[str]:

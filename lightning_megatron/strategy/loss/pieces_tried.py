@@ -20,8 +20,10 @@ from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT, RowsOfPieces
+from lightning_megatron.strategy.carried.step_stores import defaults_of, is_stored, stored_behind_counts
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
@@ -220,7 +222,15 @@ class Tried:
         lasting = self.traces.lasting({name for found in self._changes for name in found})
         verdict = judge(joins, layers, lasting, cut=cut)
         writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or verdict.whole
-        return verdict._replace(whole=next((spelled(name) for name in sorted(self.traces.weights.found)), writes))
+        whole = next((spelled(name) for name in sorted(self.traces.weights.found)), writes)
+        return verdict._replace(whole=whole, alone=verdict.alone | self._unmet())
+
+    def _unmet(self) -> set[Name]:
+        """What the step goes on from and has not written here, but would where a batch has many samples of a kind."""
+        stored = stored_behind_counts(functions_of_step(self.traces.module))
+        values = (*self.traces.values(), *defaults_of(self.traces.module, stored).items()) if stored else ()
+        names = {name for name, value in values if is_stored(name, value, stored)}
+        return self.traces.lasting(names) & names.difference(*self._changes)
 
     def joins(self) -> list[Join]:
         """What parts have written, and what they have at once."""

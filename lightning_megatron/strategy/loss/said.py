@@ -310,8 +310,8 @@ def _why_whole(found: Finding, now: Reading) -> str:
         return f"`training_step` writes `{now.writes}`, which the micro-batches of a batch do not write alike"
     if now.undecided:
         return (
-            f"`training_step` changes `{now.undecided}` in one micro-batch alone of those tried, which does not show "
-            "whether the whole batch adds up what they add; until it does"
+            f"`training_step` changes `{now.undecided}` in one micro-batch alone of those tried, or in none, behind a "
+            "condition on many samples, which does not show what the whole batch changes; until it does"
         )
     if now.draws:
         return f"`training_step` draws {now.draws}, which its micro-batches would not draw as the whole does"

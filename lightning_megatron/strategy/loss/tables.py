@@ -70,6 +70,11 @@ class Table:
         """Whether these are the entries of a list, one by one."""
         return self.address[-1:] == (("entries",),)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether it does not hang on a module, but on a class or a function, or is a global."""
+        return any(kind in _OUTSIDE for kind, *_ in self.address)
+
 
 class _Entries(MutableMapping[Any, Any]):
     """A container that is no dictionary, as one; of a list, the tensors in it."""

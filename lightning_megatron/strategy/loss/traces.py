@@ -78,6 +78,7 @@ class Traces:
                 wrap_iterators(table)
         self.weights, self.module, self.assigned = WeightWrites(module), module, set[Name]()
         self._kept = [(table, Kept(table.values, table.keys)) for table in tables]
+        self._outside = {table.name for table in tables if table.is_outside}
         self._hooks = KeptHooks(hooks or HookTables(module))
         self._compared = [each for each in self._kept if each[0].name not in metrics] if metrics else self._kept
         self._trainer = getattr(module, "_trainer", None) if beside else None
@@ -87,8 +88,10 @@ class Traces:
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
 
     def lasting(self, names: Collection[Name]) -> set[Name]:
-        """What later steps read: buffers, and those of ``names`` that the code of their modules reads first."""
-        return self.buffers | {name for name in names if reads_first(self.module, *name)}
+        """What later steps read: buffers, and those of ``names`` that the code of their modules reads first; whoever
+        reads a class or a global.
+        """
+        return self.buffers | {name for name in names if name[0] in self._outside or reads_first(self.module, *name)}
 
     def changes(self) -> Changes:
         """Numbers, tensors, lists and states written since: name of the table and key -> value before and now."""
