@@ -146,20 +146,17 @@ def twice(batch: Any) -> Any:
     return _slice(batch, size, lambda rows: rows * 2 if isinstance(rows, (list, tuple)) else doubled(rows), 2 * size)
 
 
-def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
-    """Refuse a batch of which fewer or more tensors would be split than of the first batch.
+def is_alike(batch: Any, size: int, known: dict[int, int]) -> bool:
+    """Whether as many tensors of ``batch`` would be split as of the first batch.
 
     When two loaders are combined into one batch, one may yield a shorter last batch. Its tensors then no longer have
     the batch size of the other loader's, and would go unsplit to every micro-batch. The same happens to a tensor such
-    as class weights if its length is the batch size by chance.
+    as class weights if its length is the batch size by chance. Such a batch had better stay whole.
 
     Args:
         batch: the user's batch.
         size: its number of samples.
         known: number of tensors in a batch -> number of them that are not split; updated.
-
-    Raises:
-        ValueError: another number of tensors is split than before; the message lists their sizes.
     """
     lengths: list[int] = []
     _add_lengths(batch, lengths)
@@ -167,15 +164,7 @@ def check_alike(batch: Any, size: int, known: dict[int, int]) -> None:
     if lengths.count(size) != len(lengths):
         lengths = [tensor.shape[0] for tensor in even_tensors(batch) if tensor.ndim]
         uncut = len(lengths) - lengths.count(size)
-    before = known.setdefault(len(lengths), uncut)
-    if uncut != before:
-        raise ValueError(
-            f"dimension 0 of the tensors in this batch is {', '.join(map(str, lengths))}. A batch is cut into micro-"
-            f"batches along the tensors as long as its first one, {size}, and in the first batch "
-            f"{len(lengths) - before} of {len(lengths)} were, now {len(lengths) - uncut}. Let all parts of a batch "
-            "have one length (`drop_last=True`, `CombinedLoader(..., 'min_size')`), or set `micro_batch_size` to at "
-            "least the batch size."
-        )
+    return known.setdefault(len(lengths), uncut) == uncut
 
 
 def _add_lengths(batch: Any, found: list[int]) -> None:

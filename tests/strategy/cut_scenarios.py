@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -52,6 +53,35 @@ class Cut(TokenTask):
             tokens = batch.tokens if self.kind == "opaque" else batch.T
         logits = self.net(tokens) * (1 + self.positions)
         return functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class Combined(TokenTask):
+    """Takes batches of two loaders, of which one ends earlier with a smaller batch, and is then left out."""
+
+    def __init__(self) -> None:
+        super().__init__(Net())
+
+    def train_dataloader(self) -> Any:
+        rows = torch.randint(0, VOCABULARY, (5 * BATCH // 2, SEQUENCE), generator=torch.Generator().manual_seed(3))
+        first = DataLoader(list(rows), batch_size=BATCH)  # type: ignore[arg-type]
+        second = DataLoader(list(rows[: 3 * BATCH // 2]), batch_size=BATCH)  # type: ignore[arg-type]
+        return CombinedLoader({"first": first, "second": second}, "max_size")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean loss of each."""
+        losses = []
+        for tokens in (batch["first"], batch["second"]):
+            if tokens is not None:
+                logits = self.net(tokens).flatten(0, 1)
+                losses.append(functional.cross_entropy(logits, tokens.roll(-1, 1).flatten()))
+        self.log("both", losses[-1])
+        return torch.stack(losses).sum()
+
+
+def combined(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains on two loaders; the whole state."""
+    torch.manual_seed(7)
+    return trained_state(info, layout, arguments, Combined().double(), max_epochs=1)
 
 
 def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.strategy.loss.said import say_how_cut
+from lightning_megatron.strategy.loss.weighing import Counted, weighs_otherwise
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
 from tests.strategy import cut_scenarios as cuts
@@ -28,6 +29,23 @@ def test_one_that_only_the_loss_cannot_cut_runs_whole_by_itself() -> None:
     assert not found, "\n".join(found[:10])
     assert "the layers run in 6 micro-batches" in outcomes[0].output
     assert "each batch runs whole" not in outcomes[0].output
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_batches_of_two_loaders_of_unlike_length_run_whole(stages: int) -> None:
+    (plain,) = run_trainers(cuts.combined, None, {}, devices=1)
+    outcomes = run_trainers(cuts.combined, (stages, 1), {"micro_batch_size": 1}, devices=stages)
+    found = list(differences("", outcomes[0].value, plain.value, 1e-9))
+    assert not found, "\n".join(found[:10])
+    assert "Such batches run whole" in outcomes[0].output
+
+
+def test_what_a_batch_counts_by_may_be_missing_in_another() -> None:
+    labels, counted = torch.tensor([[1, -100], [2, 3]]), Counted(1, False, -100)
+    assert counted.tells({"first": labels, "second": labels}) and not counted.tells({"first": labels})
+    assert not weighs_otherwise([counted], None, {"first": labels}, [{"first": labels[:1]}, {"first": labels[1:]}])
+    parts = [{"first": labels[:1], "second": labels[:1]}, {"first": labels[1:], "second": labels[1:]}]
+    assert weighs_otherwise([counted], None, {"first": labels, "second": labels}, parts)
 
 
 def test_else_the_error_says_how_the_batch_was_cut_and_what_to_do() -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, check_alike, split_batch
+from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, is_alike, split_batch
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
@@ -85,6 +86,7 @@ class Cuts:
         self._context, self._options, self._stages = context, context.options, context.stages
         self._layout = context.mesh.layout
         self._uncut: dict[int, int] = {}
+        self._said_unlike = False
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
         self._says_weight = self._options.loss_weight is not None
@@ -137,12 +139,18 @@ class Cuts:
         Args:
             batch: the whole.
             chosen: samples of a micro-batch, or "auto".
-            alike: whether to refuse tensors that are not cut because they have no sample in each row.
+            alike: whether a batch stays whole of which other tensors would be cut than of the first.
         """
         size = batch_size_of(batch)
         part = auto_micro_batch_size(size, self._layout.pipeline) if chosen == "auto" else int(chosen)
-        if alike and part < size:
-            check_alike(batch, size, self._uncut)
+        if alike and part < size and not is_alike(batch, size, self._uncut):
+            if not self._said_unlike:
+                self._said_unlike = True
+                rank_zero_info(
+                    "the tensors of a batch are not of one length where those of the first were, or the other way "
+                    "round, as where combined loaders end with batches of different sizes. Such batches run whole."
+                )
+            return [batch]
         return split_batch(batch, part)
 
     def choose(self, call: Callable[[Any], Any], batch: Any, split: list[Any], *, first: bool) -> tuple[list[Any], Cut]:

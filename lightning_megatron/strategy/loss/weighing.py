@@ -66,8 +66,8 @@ class Counted:
 
     def tells(self, batch: Any) -> bool:
         """Whether some entry of a batch is ignored, or has another weight than one."""
-        tensor = tensors_of(batch)[self.place]
-        return bool((tensor != 1 if self.ignored is None else tensor == self.ignored).any())
+        found = tensors_of(batch)[self.place : self.place + 1]
+        return any(bool((tensor != 1 if self.ignored is None else tensor == self.ignored).any()) for tensor in found)
 
     def __str__(self) -> str:
         which = "entries after the first of each sample" if self.shifted else "entries"
@@ -384,8 +384,8 @@ def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequ
     if not any(way.tells(batch) for way in {*ways, *([used] if isinstance(used, Counted) else [])}):
         return False
     weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
-    weights = _shares([weigh(part) for part in parts])
-    return any(_shares([way(part) for part in parts]) != weights for way in ways)
+    weights, tensors = _shares([weigh(part) for part in parts]), len(tensors_of(batch))
+    return any(_shares([way(part) for part in parts]) != weights for way in ways if way.place < tensors)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
