@@ -173,7 +173,7 @@ class AbsentState(_Listing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         listed = type(self._module).state_dict(self._module, *args, **kwargs)
         if self._viewer.phase(lists=True) is not Phase.STEP:
-            if not args and kwargs.get("destination") is None:
+            if not args and kwargs.get("destination") is None and hasattr(listed, "__dict__"):  # not of the user's own
                 listed.of_one_stage = True
             return listed
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs  # torch takes both
