@@ -23,7 +23,7 @@ from lightning_megatron.context_parallel.rule_masks import masks_by_rule
 from lightning_megatron.context_parallel.rules.token_views import split_of
 from lightning_megatron.context_parallel.token_shards import TokenShards, cut
 from lightning_megatron.context_parallel.token_split import BALANCES, Scope
-from lightning_megatron.layers.all_here import all_tokens_asked, all_tokens_here, begin_pass
+from lightning_megatron.layers.all_here import all_tokens_asked, all_tokens_here, begin_pass, takes_gradients
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 
@@ -191,7 +191,7 @@ class TokenRegion:
                 if self._blocks is not None:
                     begin_pass(uneven=not isinstance(split_of(value), BlockSplit))
                 return value
-            if not torch.is_grad_enabled() and value.ndim == 3 and self._has_too_few(layer, value):
+            if not takes_gradients() and value.ndim == 3 and self._has_too_few(layer, value):
                 return value
             shard = self.cut_at(layer, value)
             self._given.append((layer, value, shard, shard.local()._version))

@@ -27,13 +27,30 @@ class _Passes(threading.local):
     Attributes:
         asked: how many callers have asked for all tokens.
         uneven: whether tensor ranks cannot share the tokens of the pass under way evenly.
+        aside: whether its graph is looked at, and no gradient is taken.
     """
 
     asked = 0
     uneven = False
+    aside = False
 
 
 _PASSES = _Passes()
+
+
+def takes_gradients() -> bool:
+    """Whether the pass of this thread may have a backward."""
+    return torch.is_grad_enabled() and not _PASSES.aside
+
+
+@contextmanager
+def no_backward() -> Iterator[None]:
+    """Around a pass of which only the graph is looked at."""
+    before, _PASSES.aside = _PASSES.aside, True
+    try:
+        yield
+    finally:
+        _PASSES.aside = before
 
 
 def all_tokens_asked() -> bool:
@@ -43,9 +60,9 @@ def all_tokens_asked() -> bool:
 
 def all_tokens_here() -> bool:
     """Whether tensor ranks do not share tokens in the pass of this thread, which has no gradients then."""
-    if torch.is_grad_enabled():
-        return False
-    return _eagerly() if torch.compiler.is_compiling() else _here()
+    if torch.compiler.is_compiling():
+        return not torch.is_grad_enabled() and _eagerly()
+    return not takes_gradients() and _here()
 
 
 @contextmanager

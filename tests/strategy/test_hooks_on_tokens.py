@@ -9,9 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.harness import RankInfo, run_trainers
 from tests.parity.scenario import Layout, trainer_for
+from tests.parity.zoo.data import Items
 from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.tasks import TokenTask
 
@@ -105,6 +107,21 @@ class Late(Keeps):
         self.net.blocks[0].ln_1.register_forward_hook(lambda _, inputs, output: self.keep(0, output))
 
 
+class Shorter(Detached):
+    """Validates on batches whose tokens two ranks cannot share evenly."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Items(8, seed=1), 4, collate_fn=self.shorter)
+
+    def shorter(self, samples: list[dict[str, Tensor]]) -> tuple[Tensor, ...]:
+        return tuple(part[:, :7] for part in self.collate(samples))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept.clear()
+        loss = self.loss(batch)
+        self.log_dict({"val_loss": loss, "kept": torch.stack(list(self.kept.values())).sum()})
+
+
 class Logged(Callback):
     """Notes what is logged."""
 
@@ -126,6 +143,12 @@ def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kin
     return {"logged": logged.found, "weights": first}
 
 
+def validated(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    """What a validation logs."""
+    torch.manual_seed(7)
+    return trainer_for(info, layout, arguments).validate(Shorter(), verbose=False)[0]
+
+
 def check(kind: type[Keeps], layout: Layout) -> None:
     """Logged numbers and weights are those of one process."""
     wanted = run_trainers(run, None, {}, kind, devices=1)[0].value
@@ -145,6 +168,16 @@ def test_what_hooks_keep_and_change_under_sequence_parallelism_is_of_all_tokens(
 @pytest.mark.parametrize("kind", [Detached, Writes])
 def test_what_hooks_keep_on_several_stages_is_of_all_tokens(kind: type[Keeps]) -> None:
     check(kind, (2, 1))
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize(
+    ("layout", "arguments"), [((1, 1), {}), ((2, 1), {}), ((2, 1), {"pipeline_schedule": "zb-v"})], ids=str
+)
+def test_tokens_that_ranks_cannot_share_evenly_are_validated_on_each(layout: Layout, arguments: dict[str, Any]) -> None:
+    wanted = run_trainers(validated, None, {}, devices=1)[0].value
+    for outcome in run_trainers(validated, layout, {**TOKENS, **arguments}, devices=2 * layout[0]):
+        assert outcome.value == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.wide

@@ -25,7 +25,8 @@ from lightning_megatron.pipeline.stage.forms import Forms
 @dataclass(frozen=True)
 class Leaf:
     """One tensor of a boundary: its place among the flattened call arguments (-1: it is none of them), and what the
-    receiver must allocate; of a tensor whose tokens are split, this rank's rows, and how they are split.
+    receiver must allocate; of a tensor whose tokens are split, this rank's rows, and how they are split; whether each
+    of the tensor ranks that share tokens has all of them.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Leaf:
     dtype: torch.dtype
     requires_grad: bool
     tokens: Hashable = None
+    all_here: bool = False
 
 
 @dataclass(frozen=True)

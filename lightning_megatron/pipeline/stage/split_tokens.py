@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
@@ -69,6 +70,6 @@ def boundary_of(
         rows, described = tensor, None
         if tokens is not None and isinstance(tensor, WholeTensor):
             rows, described = tokens.parted(tensor)
-        leaves.append(Leaf(place, tuple(rows.shape), rows.dtype, rows.requires_grad, described))
+        leaves.append(Leaf(place, tuple(rows.shape), rows.dtype, rows.requires_grad, described, all_tokens_here()))
         sent.append(rows)
     return Boundary(tuple(leaves), sent, effects=effects)

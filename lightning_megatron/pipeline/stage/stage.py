@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.layers.all_here import begin_pass, no_backward
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
@@ -224,6 +225,7 @@ class Stage:
         watch = None if self.cursor.watch_plan.is_done(bounds, where) else self._new_watch(received)
         again = bounds[0] > 0 or received.span is not None
         STATE.weights = self._weight_at
+        begin_pass(uneven=bool(received.leaves) and received.leaves[0].all_here)
         called = LEFT_OUT if self.leaves_out and bounds[0] > 0 and not received.leaves else 0
         self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only, called=called)
         try:
@@ -331,7 +333,7 @@ class Stage:
 
     def _discover(self, micro_batch: int, step: Callable[[Any, int], Any], batch: Any, received: Boundary) -> StageRun:
         """First evaluation run: with gradients on, to learn which layer arguments depend on parameters."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), no_backward():
             for tensor in received.tensors:
                 tensor.requires_grad_(tensor.is_floating_point())
             try:
