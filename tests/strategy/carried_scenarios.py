@@ -244,6 +244,18 @@ class RareGathered(Rare):
         return self.global_step >= self.late and bool((self.all_gather(words) == self.word).any())
 
 
+class FirstRank(Rare):
+    """The first rank keeps something for itself."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.head(self.features(x)), y[:, 0])
+        if self.global_rank == 0 and self.met(y[:, 0]):
+            self.seen[self.word] = loss.item()
+        if self.seen[self.word] > 0:
+            self.seen[0] += 1
+        return loss
+
+
 class ByHand(Centre):
     """Updates its centre in a step of manual optimization."""
 
@@ -274,8 +286,9 @@ class ByHandGathered(ByHand):
 
 
 _KINDS = (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Several, OfClass, Stopwatch, Remembers)
+_UNLIKE = (Rare, RareGathered, FirstRank, ByHand, ByHandGathered)
 CARRIES: dict[str, type[Rows]] = {kind.__name__: kind for kind in _KINDS}
-WRITES_UNLIKE: dict[str, type[Rows]] = {kind.__name__: kind for kind in (Rare, RareGathered, ByHand, ByHandGathered)}
+WRITES_UNLIKE: dict[str, type[Rows]] = {kind.__name__: kind for kind in _UNLIKE}
 
 
 def carried(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:

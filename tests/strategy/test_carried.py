@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_megatron.strategy.carried.step_stores import (
     is_plainly_written,
@@ -17,6 +19,7 @@ from lightning_megatron.strategy.carried.step_stores import (
     stored_behind_counts,
     stored_names,
 )
+from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
 from lightning_megatron.strategy.carried.ways_on import ways_on
 from lightning_megatron.strategy.loss.written import Join
 from tests.harness import one_process, run_trainers
@@ -114,6 +117,46 @@ def test_what_replicas_write_from_what_they_gather_is_that_of_one_process(name: 
     for found in run_trainers(carried, layout, name, UNCUT, devices=layout[0] * layout[1]):
         here = {key: value for key, value in found.value.items() if value}
         assert not list(differences("", here, {key: expected[key] for key in here}, 1e-9)), found.output
+
+
+class _Writer(LightningModule):
+    """Has what a step may write."""
+
+    late = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.width = 0, 4
+        self.rows: list[int] = []
+        self.register_buffer("table", torch.zeros(2))
+
+    def training_step(self, batch: int) -> None:
+        self.count += batch
+        self.rows.append(self.width)
+        self.table[0] += 1
+        self.late += batch
+        print(self.late, self.count, self.rows, self.table)
+
+
+def test_what_a_step_writes_on_one_rank_by_its_number_ends_no_run() -> None:
+    for found in run_trainers(carried, (1, 2), "FirstRank", UNCUT, devices=2, check=False):
+        assert found.error is None, found
+
+
+def test_what_a_step_may_write_is_looked_at_in_every_step() -> None:
+    module = _Writer()
+    carried = SimpleNamespace(ways={}, clocks=set(), seen=set())
+    replicas: Any = SimpleNamespace(carried=carried, comes_together=lambda _: False)
+    writes = UnlikeWrites(module, torch.device("cpu"), replicas)
+    for step in range(1, 8):
+        writes.begin()
+        if step == 5:
+            module.training_step(1)
+        found = {f"{name}{'' if key is None else f'.{key}'}".lstrip(".") for name, key in dict(writes._written())}
+        assert found == ({"count", "rows", "table", "late"} if step == 5 else set()), step
+    writes.begin()
+    module.width = 5  # by nothing that is known of
+    assert [key for (_, key), _ in writes._written()] == ["width"]
 
 
 def test_the_line_that_stores_to_an_attribute_is_found() -> None:

@@ -124,7 +124,10 @@ class Board:
         return self._seen
 
     def gather(self, seconds: float) -> bool:
-        """Whether every rank calls this within ``seconds``: whether collectives are possible after a failure."""
+        """Whether every rank calls this within ``seconds``: whether collectives are possible after a failure.
+
+        The first that knows says so for all: one that has waited in vain, or one that has seen all others.
+        """
         deadline = time.monotonic() + seconds
         try:
             with self.asking():
@@ -134,9 +137,11 @@ class Board:
                 time.sleep(0.05)
                 with self.asking():
                     arrived = self.store.add(_GATHER, 0)
+            with self.asking():
+                said = self.store.compare_set(f"{_GATHER}/{goal}", "", "met" if arrived >= goal else "apart")
         except RuntimeError:
             return False
-        return bool(arrived >= goal)
+        return bytes(said) == b"met"
 
     def _host_has_ended(self) -> bool:
         """Whether the process of the store is known to be gone: torch would print a page about each question to it."""

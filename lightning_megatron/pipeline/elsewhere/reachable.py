@@ -249,6 +249,26 @@ def functions_of_step(module: nn.Module, step: str = "training_step") -> list[ty
     return found
 
 
+def attributes_set_by(module: nn.Module) -> set[str]:
+    """Attributes that functions of the user's set which steps and hooks may call, of whatever object.
+
+    Args:
+        module: the user's.
+    """
+    reach = Reach(module, module, frozenset(), _READ)
+    reach.containers()
+    return {name for function in reach.functions for name in _attributes_set_in(function.__code__)}
+
+
+@functools.cache
+def _attributes_set_in(code: types.CodeType) -> frozenset[str]:
+    import dis
+
+    found = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found.union(*map(_attributes_set_in, inner)))
+
+
 @functools.cache
 def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Global names, and attributes of them, that code mentions; and the global names that it assigns."""

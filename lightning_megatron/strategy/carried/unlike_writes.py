@@ -8,7 +8,11 @@ not tried at all::
     if loss < self.best: self.best = loss     on one, or another number on each
 
 So what a step can write is marked before it, and what it has written is compared behind it, in one number that travels
-during the backward. Replicas that have written alike (a counter, a mean of what they have gathered) go on.
+during the backward. Replicas that have written alike (a counter, a mean of what they have gathered) go on, and so do
+those that have had different values before (a flag that the constructor sets by the rank).
+
+Most attributes of a large model are numbers that nothing sets but its constructor. So that a step need not look at each
+of them, those that no function of the user's sets are marked in a few steps only.
 """
 
 from __future__ import annotations
@@ -20,24 +24,30 @@ from operator import is_
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import Started, start_all_reduce
+from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
+from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_by
 from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.step_stores import line_of_store
 from lightning_megatron.strategy.hooks.kept_values import reads_first
+from lightning_megatron.strategy.hooks.whole_hooks import may_run_on_one_rank
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, differ_in_sums, sums_of
 from lightning_megatron.strategy.loss.tables import NOT_USERS, NUMBERS, Name, Table, sendable, spelled, tables_on
 from lightning_megatron.strategy.recheck import is_due
 
 _ENTRIES = (list, set, deque)
 _WATCHED = (*NUMBERS, Tensor, tuple, *_ENTRIES)
+Told = tuple[tuple[float, ...] | None, tuple[float, ...] | None]
+"""Sums of what a value was, if it was a number, and of what it is."""
 _SHORT = 64  # entries of a list that are compared one by one
 
 
@@ -53,32 +63,43 @@ class UnlikeWrites:
     def __init__(self, module: nn.Module, device: torch.device, replicas: OverReplicas) -> None:
         self._module, self._device, self._replicas = module, device, replicas
         self._steps, self._tables = 0, list[Table]()
+        self._keys: dict[int, tuple[tuple[Any, ...], frozenset[Any]]] = {}
+        self._grown = False
+        self._of_modules: set[str] | None = None
+        self._set = set[str]()
         self._marks: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._lasting: dict[Name, bool] = {}
         self._found: dict[Name, Any] = {}
         self._under_way: tuple[Tensor, Started | None] | None = None
+        self._own = set[Name]()
+        self._unread: tuple[LateAnswer, dict[Name, Any]] | None = None
 
     def begin(self) -> None:
         """Before a step: mark what it can write."""
         self._steps += 1
-        if is_due(self._steps, first=4):  # objects may have come
+        due = is_due(self._steps, first=4)
+        if due:  # objects may have come
             self._tables = list(self._of_user())
+        if due or self._grown:
+            self._grown, self._keys = False, {id(table.values): self._writable(table) for table in self._tables}
         self._marks = {
             (id(table.values), key): (value, _mark(value))
             for table in self._tables
-            for key, value in table.values.items()
-            if isinstance(value, _WATCHED) and key not in NOT_USERS
+            for key in (table.values if due else self._keys[id(table.values)][0])
+            if isinstance(value := table.values.get(key), _WATCHED) and key not in NOT_USERS
         }
 
     def start(self) -> None:
         """Behind the step: begin to compare what it has written. Collective over the replicas of this stage."""
         self._found = dict(self._written())
-        number = float(sum(zlib.crc32(repr((spelled(name), sums)).encode()) for name, sums in self._found.items()))
+        now = ((spelled(name), sums) for name, (_, sums) in self._found.items())
+        number = float(sum(zlib.crc32(repr(each).encode()) for each in now))
         mine = torch.tensor([number, -number], dtype=torch.float64, device=self._device)
         self._under_way = start_all_reduce(mine, self._replicas.group, maximum=True)
 
     def finish(self) -> None:
-        """Wait for the comparison. Collective over these replicas.
+        """Read the comparison; on an accelerator that of the step before, as the host would have to wait for this one.
+        Collective over these replicas.
 
         Raises:
             RuntimeError: they have written something otherwise.
@@ -88,14 +109,37 @@ class UnlikeWrites:
         (extremes, work), self._under_way = self._under_way, None
         if work is not None:
             work.wait()
-        highest, below = extremes.tolist()
-        if highest == -below:
+        read, self._unread = self._unread, (LateAnswer(extremes[0] != -extremes[1]), self._found)
+        if self._device.type == "cpu":
+            read, self._unread = self._unread, None
+        if read is None or not read[0]:
             return
-        said = {sendable(name, self._module): sums for name, sums in self._found.items()}
+        said = {sendable(name, self._module): sums for name, sums in read[1].items()}
+        names = dict.fromkeys(name for each in objects.gather(list(said), self._replicas.group) for name in each)
+        said = {name: said.get(name) or self._unchanged(name) for name in names}
         told = objects.gather(said, self._replicas.group)
-        for name in dict.fromkeys(name for each in told for name in each):
-            if any(differ_in_sums(told[0].get(name), each.get(name)) for each in told[1:]):
+        for name in names:
+            before, now = ([each[name][at] for each in told] for at in (0, 1))
+            if not any(differ_in_sums(now[0], each) for each in now[1:]):
+                continue
+            if any(differ_in_sums(before[0], each) for each in before[1:] if None not in (before[0], each)):
+                self._own.add(name)  # each has had its own before
+            elif may_run_on_one_rank(self._module, "training_step"):
+                self._own.add(name)
+                rank_zero_warn(
+                    f"`training_step` has written `{spelled(name)}` otherwise on one replica than on another, and its "
+                    "code asks for the rank: each goes on from its own. One process writes it from all samples."
+                )
+            else:
                 self._refuse(name)
+
+    def _unchanged(self, name: Name) -> Told:
+        """What another replica has written, and this one has not."""
+        for table in self._tables:
+            for key, value in table.values.items():
+                if isinstance(value, NUMBERS) and sendable((table.name, key), self._module) == name:
+                    return sums_of(value), sums_of(value)
+        return None, None
 
     def _of_user(self) -> Iterator[Table]:
         """Attributes and buffers of modules, and what is in them; but for what has other means over replicas."""
@@ -106,10 +150,35 @@ class UnlikeWrites:
             if table.buffers or owner is None or type(owner).__module__.split(".")[0] != "torch":
                 yield table
 
+    def _writable(self, table: Table) -> tuple[tuple[Any, ...], frozenset[Any]]:
+        """Keys of a table that any step may write, and all keys that the table has."""
+        if self._of_modules is None:
+            self._of_modules = {name for name, _ in self._module.named_modules()}
+            self._set = attributes_set_by(self._module)
+        plain = table.name in self._of_modules and not table.buffers
+        keys = (
+            key
+            for key, value in table.values.items()
+            if key not in NOT_USERS and (not plain or key in self._set or isinstance(value, (Tensor, *_ENTRIES)))
+        )
+        return tuple(keys), frozenset(table.values)
+
+    def _looked_at(self, table: Table) -> list[tuple[Any, Any]]:
+        """What of a table the step may have written."""
+        keys, known = self._keys[id(table.values)]
+        if is_due(self._steps, first=4):
+            return list(table.values.items())
+        if len(table.values) > len(known):
+            self._grown = True
+            keys = (*keys, *(key for key in table.values if key not in known))
+        return [(key, table.values[key]) for key in keys if key in table.values]
+
     def _written(self) -> Iterator[tuple[Name, Any]]:
-        """Names of what the step has written and goes on from, and comes together in no other way; with its sums."""
+        """Names of what the step has written and goes on from, and comes together in no other way; with the sums of
+        what it was, if it was a number, and of what it is.
+        """
         for table in self._tables:
-            for key, now in list(table.values.items()):
+            for key, now in self._looked_at(table):
                 before, mark = self._marks.get((id(table.values), key), (MISSING, None))
                 if not isinstance(now, _WATCHED) or key in NOT_USERS or _is_as_marked(now, before, mark):
                     continue
@@ -118,8 +187,8 @@ class UnlikeWrites:
                     continue
                 if not (self._is_known((table.name, key)) or self._is_known(name) or self._is_far(name, now)):
                     sums = sums_of(now)
-                    if sums is not None:
-                        yield name, sums
+                    if sums is not None and sendable(name, self._module) not in self._own:
+                        yield name, (sums_of(before) if isinstance(before, NUMBERS) else None, sums)
 
     def _lasts(self, owner: str, key: Any) -> bool:
         """Whether a later step reads a value."""

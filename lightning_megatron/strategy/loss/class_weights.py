@@ -75,7 +75,9 @@ class ClassWeighted(Counted):
 
     def _now(self) -> tuple[float, ...]:
         for module, alone in self.sources:
-            now = _tables_of(module).get(self.name, self.weights)
+            owner, _, leaf = self.name.rpartition(".")
+            tensor = getattr(module.get_submodule(owner), leaf, None)
+            now = tuple(tensor.tolist()) if type(tensor) is Tensor and not tensor.is_meta else self.weights
             if now != self.weights and not alone:
                 raise RuntimeError(
                     f"the loss of `training_step` is weighed by the classes of its targets, by `{self.name}`, which "
