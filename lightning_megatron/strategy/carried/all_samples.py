@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, no_grad
+from torch import Tensor, nn, no_grad
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.mesh.draws.given_again import State, set_state
@@ -84,6 +84,7 @@ class AllSamples:
         self._tables: dict[Name, tuple[Table, Any] | None] = {}
         self._slots: dict[Name, _Slot] = {}
         self._counts: dict[Any, float] = {}
+        self._keys: dict[Name, Any] = {}
 
     def write(self, call: Callable[[Any], Any], batch: Any) -> None:
         """Before a step: the pass on the samples of all replicas, where values do not come together otherwise.
@@ -146,7 +147,7 @@ class AllSamples:
             holder = now if isinstance(now, LISTS) else type(value)()
             refill(holder, value)
             values[key] = holder
-        elif now is slot.stand and isinstance(value, Tensor) and value.shape == slot.original.shape:
+        elif now is slot.stand and _fits(value, slot.original):
             with no_grad():
                 slot.original.copy_(value)
             values[key] = slot.original
@@ -190,11 +191,9 @@ class AllSamples:
         if self._runs(tried, whole):  # it has called the layers again, for the first time
             tried = Tried(*given)
             self._runs(tried, whole)
-        mine = {
-            sendable(name, self._module): now
-            for name, (_, now) in tried.changes(0).items()
-            if not self._replicas.comes_together(name)
-        }
+        changes = {name: now for name, (_, now) in tried.changes(0).items() if not self._replicas.comes_together(name)}
+        self._keys.update({sendable(name, self._module): name[1] for name in changes})
+        mine = {sendable(name, self._module): now for name, now in changes.items()}
         ends = objects.gather((tried.failed, tried.draws.any), context.mesh.group("world"))
         if failed := next((failed for failed, _ in ends if failed), ""):
             self._refuse(names, f"the step does not run on the samples of all of them at once ({failed})")
@@ -235,15 +234,23 @@ class AllSamples:
         values = None if place is None else found_again(self._module, place[0])
         if place is None or values is None:
             return None
-        original = values.get(name[1], MISSING)
+        key = self._key(name)
+        original = values.get(key, MISSING)
         if source_of(original) is not None or (isinstance(original, Tensor) and not _is_here(original)):
             return None
         start = as_it_is(original)
         stand, value = original, written.get(name, start)
         if isinstance(original, Tensor):
-            values[name[1]] = stand = original.detach().clone()
+            values[key] = stand = original.detach().clone()
             value = map_tensors(value, lambda tensor: tensor.to(original.device))
-        return _Slot(KeptValue(place[0], name[1], start), way, original, stand, value)
+        return _Slot(KeptValue(place[0], key, start), way, original, stand, value)
+
+    def _key(self, name: Name) -> Any:
+        """The key of a value on this rank; a module is told by its path."""
+        of_modules = any(isinstance(key, nn.Module) for (table, _), key in self._keys.items() if table == name[0])
+        if name in self._keys or not of_modules:
+            return self._keys.get(name, name[1])
+        return dict(self._module.named_modules()).get(name[1], name[1])
 
     def _refuse(self, names: Collection[Name], why: str) -> None:
         listed = ", ".join(f"`{spelled(name)}`" for name in names)
@@ -264,3 +271,8 @@ def _told(values: Mapping[Name, Any], group: dist.ProcessGroup) -> list[Mapping[
 def _is_here(tensor: Tensor) -> bool:
     """Whether a tensor is more than zeros in the shape of another stage's."""
     return type(tensor) is Tensor and not tensor.is_meta and (tensor.numel() < 2 or any(tensor.stride()))
+
+
+def _fits(value: Any, original: Any) -> bool:
+    """Whether a value can be written into the tensor that was there."""
+    return isinstance(value, Tensor) and isinstance(original, Tensor) and value.shape == original.shape
