@@ -50,6 +50,10 @@ class FinalState:
     Args:
         root: the user's module.
         names: of the layers.
+
+    Attributes:
+        set_back: (module, attribute) -> what the step of a trial has set it to behind a layer that had set it; known on
+            the stage where the step ends.
     """
 
     def __init__(self, root: nn.Module, names: Sequence[str]) -> None:
@@ -58,21 +62,34 @@ class FinalState:
         self._reset: dict[_Entry, Any] = {}
         self._taken_back: set[_Entry] = set()
         self._first, self._tried = True, False
+        self.set_back: dict[tuple[str, Any], Any] = {}
 
     def begin(self, micro_batch: int, where: str) -> None:
         """Prepare for a run of this micro-batch in the step of this name."""
+        if micro_batch == 0:
+            self.set_back = {}
         self._first, self._tried = micro_batch == 0, where.endswith((tried(""), TRIAL_WITH_BACKWARD))
 
     def note(self, effects: Iterable[Effect]) -> None:
         """On the stage where the step has just ended for a micro-batch, keep the side effects of all layers."""
         for effect in effects:
-            if self._tried or _is_told_otherwise(effect):
+            if _is_told_otherwise(effect):
+                continue
+            if self._tried:
+                self._note_set_back(effect)
                 continue
             self._effects.append(effect)
             if effect.kind == "set" and effect.before is not None:
                 now = self._now(effect)
                 if now is not effect.value and now is not _NOWHERE:
                     self._reset[effect.entry] = now
+
+    def _note_set_back(self, effect: Effect) -> None:
+        kind, *at = effect.address[0]
+        if effect.kind == "set" and kind == "module" and len(effect.address) == 1:
+            now = self._now(effect)
+            if now is not effect.value and now is not _NOWHERE:
+                self.set_back[at[0], effect.key] = now
 
     def note_taken_back(self, change: Change) -> None:
         """Say that something was put back here as it was before a run."""

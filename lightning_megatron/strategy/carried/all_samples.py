@@ -219,14 +219,20 @@ class AllSamples:
         return again
 
     def _alike(self, mine: dict[Name, Any], *, any_draws: bool) -> dict[Name, Any]:
-        """What the pass has written on any stage; of replicas that draw unlike numbers, what the first one has."""
-        mesh = self._context.mesh
+        """What the pass has written on any stage, and has set back behind its layers; of replicas that draw unlike
+        numbers, what the first one has.
+        """
+        mesh, back = self._context.mesh, self._context.stages.set_back
         if any_draws:
             mine = dict(_told(mine, mesh.group("data_parallel"))[0])
         if mesh.layout.pipeline == 1:
             return mine
         others = reversed(_told(mine, mesh.group("pipeline_parallel")))
-        return {name: value for each in others for name, value in each.items()} | mine
+        mine = {name: value for each in others for name, value in each.items()} | mine
+        left = {name: () if value is MISSING else (value,) for name, value in back.items()}
+        for each in _told(left, mesh.group("pipeline_parallel")):
+            mine |= {name: value[0] if value else MISSING for name, value in each.items() if name in mine}
+        return mine
 
     def _slot(self, name: Name, way: Any, written: Mapping[Name, Any]) -> _Slot | None:
         """Where a value is on this rank; ``None`` where another stage has it."""

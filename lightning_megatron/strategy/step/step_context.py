@@ -164,6 +164,12 @@ class Stages(Protocol):
     def is_behind_layers(self) -> bool:
         """Whether the user's step is running, and in or past the last layer."""
 
+    @property
+    def set_back(self) -> Mapping[tuple[str, Any], Any]:
+        """(module, attribute) -> what the trial that has just ended set it to behind a layer that had set it; known
+        where the loss is computed.
+        """
+
     def note_missing(self, error: Exception) -> None:
         """Add to an error of the step's what it has not found as another stage has it."""
 
