@@ -17,6 +17,7 @@ of them, those that no function of the user's sets are marked in a few steps onl
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -65,8 +66,7 @@ class UnlikeWrites:
         self._steps, self._tables = 0, list[Table]()
         self._keys: dict[int, tuple[tuple[Any, ...], frozenset[Any]]] = {}
         self._grown = False
-        self._of_modules: set[str] | None = None
-        self._set = set[str]()
+        self._owners: dict[str, nn.Module] = {}
         self._marks: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._lasting: dict[Name, bool] = {}
         self._found: dict[Name, Any] = {}
@@ -143,25 +143,28 @@ class UnlikeWrites:
 
     def _of_user(self) -> Iterator[Table]:
         """Attributes and buffers of modules, and what is in them; but for what has other means over replicas."""
-        modules = list(self._module.named_modules())
-        spared = Parts([name for name, child in modules if isinstance(child, (Metric, _BatchNorm))])
-        for table in tables_on([(name, child) for name, child in modules if name not in spared]):
-            owner = dict(modules).get(table.name)
+        owners = self._owners = dict(self._module.named_modules())
+        spared = Parts([name for name, child in owners.items() if isinstance(child, (Metric, _BatchNorm))])
+        for table in tables_on([(name, child) for name, child in owners.items() if name not in spared]):
+            owner = owners.get(table.name)
             if table.buffers or owner is None or type(owner).__module__.split(".")[0] != "torch":
                 yield table
 
     def _writable(self, table: Table) -> tuple[tuple[Any, ...], frozenset[Any]]:
         """Keys of a table that any step may write, and all keys that the table has."""
-        if self._of_modules is None:
-            self._of_modules = {name for name, _ in self._module.named_modules()}
-            self._set = attributes_set_by(self._module)
-        plain = table.name in self._of_modules and not table.buffers
+        plain = table.name in self._owners and not table.buffers
         keys = (
             key
             for key, value in table.values.items()
-            if key not in NOT_USERS and (not plain or key in self._set or isinstance(value, (Tensor, *_ENTRIES)))
+            if key not in NOT_USERS
+            and (not plain or key in self._set_by_code or isinstance(value, (Tensor, *_ENTRIES)))
         )
         return tuple(keys), frozenset(table.values)
+
+    @functools.cached_property
+    def _set_by_code(self) -> set[str]:
+        """Attributes that functions of the user's set."""
+        return attributes_set_by(self._module)
 
     def _looked_at(self, table: Table) -> list[tuple[Any, Any]]:
         """What of a table the step may have written."""
