@@ -91,6 +91,28 @@ class Peak(Carries):
         return self.words(z, y)
 
 
+class SetBack(Peak):
+    """And layers add to sums, of which the step takes its share and sets them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.sums = {"size": 0.0}  # type: ignore[assignment]
+            layer.register_forward_hook(self.add)
+
+    @staticmethod
+    def add(layer: Any, inputs: Any, output: Tensor) -> None:
+        layer.sums["size"] = layer.sums["size"] + output.square().mean()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        for layer in self.layers:
+            sums: Any = layer.sums
+            loss = loss + 0.1 * sums["size"]
+            sums["size"] = 0.0
+        return loss
+
+
 class Frequencies(Carries):
     """Counts words in a dictionary, whose keys come as they come."""
 
@@ -285,7 +307,7 @@ class ByHandGathered(ByHand):
         return super().mean_of(self.all_gather(z).reshape(-1, VOCABULARY))  # type: ignore[union-attr]
 
 
-_KINDS = (Codebook, Queue, Peak, Frequencies, Replay, Centre, Counts, Several, OfClass, Stopwatch, Remembers)
+_KINDS = (Codebook, Queue, Peak, SetBack, Frequencies, Replay, Centre, Counts, Several, OfClass, Stopwatch, Remembers)
 _UNLIKE = (Rare, RareGathered, FirstRank, ByHand, ByHandGathered)
 CARRIES: dict[str, type[Rows]] = {kind.__name__: kind for kind in _KINDS}
 WRITES_UNLIKE: dict[str, type[Rows]] = {kind.__name__: kind for kind in _UNLIKE}

@@ -61,7 +61,7 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 2), {"micro_batch_size": 1, "micro_batch_loss_weight": samples}),
 ]
 EVERYDAY = {(name, 0) for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts", "Several", "OfClass")}
-EVERYDAY |= {("Codebook", 1), ("Queue", 7), ("Counts", 8)}
+EVERYDAY |= {("Codebook", 1), ("SetBack", 1), ("Queue", 7), ("Counts", 8)}
 PASSES = "each step runs once more before, forward only, on the samples of all replicas"
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if (name, number) in EVERYDAY else WIDE)

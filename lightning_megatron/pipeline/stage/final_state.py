@@ -52,8 +52,8 @@ class FinalState:
         names: of the layers.
 
     Attributes:
-        set_back: (module, attribute) -> what the step of a trial has set it to behind a layer that had set it; known on
-            the stage where the step ends.
+        set_back: (place, key) of an attribute, or of an entry in one -> what the step of a trial has set it to behind a
+            layer that had set it; known on the stage where the step ends.
     """
 
     def __init__(self, root: nn.Module, names: Sequence[str]) -> None:
@@ -85,11 +85,12 @@ class FinalState:
                     self._reset[effect.entry] = now
 
     def _note_set_back(self, effect: Effect) -> None:
-        kind, *at = effect.address[0]
-        if effect.kind == "set" and kind == "module" and len(effect.address) == 1:
+        (kind, *at), *inside = effect.address
+        if effect.kind == "set" and kind == "module" and all(way == "attr" for way, *_ in inside):
             now = self._now(effect)
             if now is not effect.value and now is not _NOWHERE:
-                self.set_back[at[0], effect.key] = now
+                place = ".".join((*at, *(name for _, name in inside))).lstrip(".")
+                self.set_back[place, effect.key] = now
 
     def note_taken_back(self, change: Change) -> None:
         """Say that something was put back here as it was before a run."""

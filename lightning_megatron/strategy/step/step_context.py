@@ -166,7 +166,7 @@ class Stages(Protocol):
 
     @property
     def set_back(self) -> Mapping[tuple[str, Any], Any]:
-        """(module, attribute) -> what the trial that has just ended set it to behind a layer that had set it; known
+        """(place, key) -> what the trial that has just ended set it to behind a layer that had set it; known
         where the loss is computed.
         """
 
