@@ -67,6 +67,10 @@ ROWS: list[Any] = [
             ("DeepseekV3", 2, TWO, BIAS),
             ("Ernie4_5_Moe", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 2}, BIAS),
             ("moving_ownbias", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
+            *((f"moving_{name}", 2, {}, {}) for name in BUFFERS),
+            ("moving_ownbias", 4, {"pipeline_parallel_size": 2}, {}),
+            ("moving_ownbias", 4, {"tensor_parallel_size": 2}, {}),
+            ("moving_ownbias", 2, {"micro_batch_size": 4}, {}),
             ("moving_biasbyattribute", 1, {"micro_batch_size": 4}, {}),
             ("moving_biasbyattribute", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("moving_biasbybuffer", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
@@ -214,7 +218,6 @@ REFUSED: list[Any] = [
         for row in (
             ("biased", 1, {"expert_balance": "bias", "compile_layers": True}, "`compile_layers=False`"),
             *((f"moving_{name}", 2, OWN, "balance_bias` differs between replicas") for name in BIASES),
-            *((f"moving_{name}", 2, {}, "`training_step` writes `layers.") for name in BUFFERS),  # a warning
             ("flat", 2, {}, "must be that of the samples"),
             ("tight", 1, {"micro_batch_size": 4, "whole_batch_loss": False}, "leave `whole_batch_loss` at 'auto'"),
         )

@@ -58,6 +58,7 @@ ROWS: list[Any] = [
             ("watched", 4, {**T2E2, "optimizer_sharding": False}, {}),
             ("watched", 4, {**T2E2, "expert_parallel_size": 4, "weight_sharding": True}, {}),
             ("watched", 4, {"tensor_parallel_size": 4, "expert_parallel_size": 2}, {}),
+            ("attending_drop_in", 2, SHARDS, {}),
         )
     ),
 ]
@@ -114,7 +115,6 @@ REFUSED: list[Any] = [
         "`tensor_parallel_plan` names 'layers.0.mixture.experts.0.0'",
         marks=WIDE,
     ),
-    pytest.param("attending_drop_in", SHARDS, "`mixture.choices`, beside the hidden state, is computed", marks=WIDE),
     pytest.param("attending_dropped", SHARDS, "depends on the others of the batch", marks=WIDE),
     pytest.param("attending_chained", T2E2, "depends on what another one has answered", marks=WIDE),
 ]

@@ -92,17 +92,19 @@ class Peak(Carries):
 
 
 class SetBack(Peak):
-    """And layers add to sums, of which the step takes its share and sets them back."""
+    """And layers add to sums, of which the step takes its share and sets them back; and go on from what they were."""
 
     def __init__(self) -> None:
         super().__init__()
         for layer in self.layers:
-            layer.sums = {"size": 0.0}  # type: ignore[assignment]
+            layer.sums, layer.largest = {"size": 1.0}, 1.0  # type: ignore[assignment]
             layer.register_forward_hook(self.add)
 
     @staticmethod
     def add(layer: Any, inputs: Any, output: Tensor) -> None:
-        layer.sums["size"] = layer.sums["size"] + output.square().mean()
+        layer.sums["size"] = layer.sums["size"] + output.square().mean() / layer.largest
+        if torch.is_grad_enabled() and layer.training:
+            layer.largest = float(output.detach().abs().max())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().loss(x, y)

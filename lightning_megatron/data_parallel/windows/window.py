@@ -11,7 +11,8 @@ weight again once the window is open again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.windows.agreement import Agreement
+
+Disguise = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
+"""Makes weights look otherwise for a while."""
 
 
 class Window:
@@ -54,6 +58,8 @@ class Window:
         self.is_open, self.held, self.coming = True, False, False
         self.opened = 0
         self._agreement = agreement or Agreement(())
+        self._disguise: Disguise | None = None
+        self._disguised = ExitStack()
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -107,6 +113,7 @@ class Window:
                 self._agreement.read()
             self._start_and_finish()
         self.is_open = True
+        self.disguise(self._disguise)
 
     def _start_and_finish(self) -> None:
         self.start()
@@ -118,12 +125,20 @@ class Window:
         """Keep this rank's shard, with what code has written into it, and free the rest."""
         if not (self.is_open or self.coming):
             return
+        self._disguised.close()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             if self.coming:
                 self._start_and_finish()
             for bucket in self._buckets:
                 bucket.hide_weights()
         self.is_open, self.held = False, False
+
+    def disguise(self, disguise: Disguise | None) -> None:
+        """Let the weights look otherwise while the window is open, from now on; ``None`` as they are."""
+        self._disguised.close()
+        self._disguise = disguise
+        if self.is_open and disguise is not None:
+            self._disguised.enter_context(disguise(self.parameters))
 
     def let_go_of_unfrozen(self) -> None:
         """Leave parameters whole that are trained by now, for the buckets of gradients; collective if there are any."""
@@ -153,6 +168,18 @@ class Window:
         """
         self._agreement.tell(self.name, self.number)
         self._agreement.read()
+
+
+@contextmanager
+def disguised(windows: Sequence[Window], disguise: Disguise) -> Iterator[None]:
+    """While it lasts, weights look otherwise wherever their windows are open."""
+    for window in windows:
+        window.disguise(disguise)
+    try:
+        yield
+    finally:
+        for window in windows:
+            window.disguise(None)
 
 
 class WindowOwner(Protocol):

@@ -233,7 +233,7 @@ def _is_data(entry: Any) -> bool:
 
 
 def functions_of_step(module: nn.Module, step: str = "training_step") -> list[types.FunctionType]:
-    """The functions of the user's that a step may call, by their names, and hers own.
+    """The functions of the user's that a step may call, by their names, hooks of modules and itself among them.
 
     Args:
         module: the user's.
@@ -241,7 +241,9 @@ def functions_of_step(module: nn.Module, step: str = "training_step") -> list[ty
     """
     reach = Reach(module, module, frozenset(), _READ)
     reach.containers()
+    hooks = (hook for child in module.modules() for table in HOOKS for hook in hooks_of(child, table))
     waiting, found, mentioned = list(reach.functions), list[types.FunctionType](), {step, "forward"}
+    mentioned.update(function.__name__ for function in map(function_of, hooks) if function is not None)
     while called := [function for function in waiting if function.__name__ in mentioned]:
         waiting = [function for function in waiting if function.__name__ not in mentioned]
         found += called

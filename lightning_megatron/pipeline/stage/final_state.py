@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address, Container, resolve
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.reachable import may_read
@@ -50,10 +51,6 @@ class FinalState:
     Args:
         root: the user's module.
         names: of the layers.
-
-    Attributes:
-        set_back: (place, key) of an attribute, or of an entry in one -> what the step of a trial has set it to behind a
-            layer that had set it; known on the stage where the step ends.
     """
 
     def __init__(self, root: nn.Module, names: Sequence[str]) -> None:
@@ -62,21 +59,15 @@ class FinalState:
         self._reset: dict[_Entry, Any] = {}
         self._taken_back: set[_Entry] = set()
         self._first, self._tried = True, False
-        self.set_back: dict[tuple[str, Any], Any] = {}
 
     def begin(self, micro_batch: int, where: str) -> None:
         """Prepare for a run of this micro-batch in the step of this name."""
-        if micro_batch == 0:
-            self.set_back = {}
         self._first, self._tried = micro_batch == 0, where.endswith((tried(""), TRIAL_WITH_BACKWARD))
 
     def note(self, effects: Iterable[Effect]) -> None:
         """On the stage where the step has just ended for a micro-batch, keep the side effects of all layers."""
         for effect in effects:
-            if _is_told_otherwise(effect):
-                continue
-            if self._tried:
-                self._note_set_back(effect)
+            if self._tried or _is_told_otherwise(effect):
                 continue
             self._effects.append(effect)
             if effect.kind == "set" and effect.before is not None:
@@ -84,13 +75,24 @@ class FinalState:
                 if now is not effect.value and now is not _NOWHERE:
                     self._reset[effect.entry] = now
 
-    def _note_set_back(self, effect: Effect) -> None:
-        (kind, *at), *inside = effect.address
-        if effect.kind == "set" and kind == "module" and all(way == "attr" for way, *_ in inside):
-            now = self._now(effect)
-            if now is not effect.value and now is not _NOWHERE:
-                place = ".".join((*at, *(name for _, name in inside))).lstrip(".")
-                self.set_back[place, effect.key] = now
+    def set_back(self, effects: Iterable[Effect]) -> dict[tuple[str, Any], Any]:
+        """What the step has set behind the layers that had set it, before it is put back; where the step ends.
+
+        Args:
+            effects: of all layers.
+
+        Returns:
+            (place, key) of an attribute, or of an entry in one -> what is there now.
+        """
+        found = {}
+        for effect in effects:
+            (kind, *at), *inside = effect.address
+            if effect.kind == "set" and kind == "module" and all(way == "attr" for way, *_ in inside):
+                now = self._now(effect)
+                if now is not effect.value and now is not _NOWHERE and source_of(now) is None:
+                    place = ".".join((*at, *(name for _, name in inside))).lstrip(".")
+                    found[place, effect.key] = now
+        return found
 
     def note_taken_back(self, change: Change) -> None:
         """Say that something was put back here as it was before a run."""

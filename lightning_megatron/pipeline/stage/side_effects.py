@@ -220,6 +220,10 @@ class SideEffects:
             self._note_first()
             self.final.note([*self._all_received(), *self._here])
 
+    def set_back(self) -> dict[tuple[str, Any], Any]:
+        """See :meth:`.FinalState.set_back`."""
+        return self.final.set_back([*self._all_received(), *self._here]) if self._told or self.tracks else {}
+
     def take_log(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Take a call of ``self.log`` that belongs to another stage's logs.
 

@@ -14,8 +14,8 @@ replicas tell each other behind the step what they have added. Which these are i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
+from lightning_megatron.pipeline.elsewhere.reachable import names_in
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, refill
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
@@ -42,7 +43,9 @@ from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.tables import Name, Table, found_again, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
 from lightning_megatron.strategy.step.step import Outcome
-from lightning_megatron.strategy.step.step_context import StepContext
+from lightning_megatron.strategy.step.step_context import Stages, StepContext
+
+_ASKS = frozenset({"is_grad_enabled", "requires_grad", "grad_fn", "is_inference_mode_enabled"})
 
 
 class _OnePiece(NamedTuple):
@@ -50,6 +53,31 @@ class _OnePiece(NamedTuple):
 
     pieces: list[Any]
     joins: dict[int, tuple[int, ...]]
+
+
+class _SeesWhatIsSetBack:
+    """Around each run of a pass on a virtual stage: notes what the step has set back behind the layers, before what the
+    run has written is taken back itself.
+
+    Args:
+        stages: of this rank's pipeline.
+        found: where to note it.
+        graphs: whether the pass needs them.
+    """
+
+    def __init__(self, stages: Stages, found: dict[tuple[str, Any], Any], *, graphs: bool) -> None:
+        self._stages, self._found, self._graphs = stages, found, graphs
+        self._without = no_grad()
+
+    def __enter__(self) -> None:
+        if not self._graphs:
+            self._without.__enter__()
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if not self._graphs:
+            self._without.__exit__(kind, *rest)
+        if kind is None:
+            self._found.update(self._stages.set_back())
 
 
 @dataclass
@@ -85,6 +113,7 @@ class AllSamples:
         self._slots: dict[Name, _Slot] = {}
         self._counts: dict[Any, float] = {}
         self._keys: dict[Name, Any] = {}
+        self._set_back: dict[tuple[str, Any], Any] = {}
 
     def write(self, call: Callable[[Any], Any], batch: Any) -> None:
         """Before a step: the pass on the samples of all replicas, where values do not come together otherwise.
@@ -177,27 +206,28 @@ class AllSamples:
         """What a step on all samples writes of some names, on every stage of the pipeline."""
         context, stages = self._context, self._context.stages
         call = context.gradients.on_parts(context.experts.ending(call) if stages.repeats is None else call)
-        graphs = context.mesh.layout.pipeline > 1 or takes_gradients(self._module)
-        given = (
-            call,
-            context.recording,
-            traces,
-            _OnePiece([whole], {}),
-            stages,
-            1,
-            nullcontext() if graphs else no_grad(),
-        )
-        tried = Tried(*given)
-        if self._runs(tried, whole):  # it has called the layers again, for the first time
-            tried = Tried(*given)
-            self._runs(tried, whole)
-        changes = {name: now for name, (_, now) in tried.changes(0).items() if not self._replicas.comes_together(name)}
+        graphs = context.mesh.layout.pipeline > 1 or takes_gradients(self._module) or self._asks_for_graphs
+
+        def tried() -> Tried:
+            around = _SeesWhatIsSetBack(stages, self._set_back, graphs=graphs)
+            return Tried(call, context.recording, traces, _OnePiece([whole], {}), stages, 1, around)
+
+        self._set_back = {}
+        found = tried()
+        if self._runs(found, whole):  # it has called the layers again, for the first time
+            self._runs(found := tried(), whole)
+        changes = {name: now for name, (_, now) in found.changes(0).items() if not self._replicas.comes_together(name)}
         self._keys.update({sendable(name, self._module): name[1] for name in changes})
         mine = {sendable(name, self._module): now for name, now in changes.items()}
-        ends = objects.gather((tried.failed, tried.draws.any), context.mesh.group("world"))
+        ends = objects.gather((found.failed, found.draws.any), context.mesh.group("world"))
         if failed := next((failed for failed, _ in ends if failed), ""):
             self._refuse(names, f"the step does not run on the samples of all of them at once ({failed})")
         return self._alike(mine, any_draws=any(draws for _, draws in ends))
+
+    @functools.cached_property
+    def _asks_for_graphs(self) -> bool:
+        """Whether code of the step may write other things where nothing has a gradient."""
+        return any(_ASKS & set(names_in(function.__code__)[0]) for function in self._replicas.carried.called)
 
     def _runs(self, tried: Tried, whole: Any) -> bool:
         """Run the pass; whether it has to run anew."""
@@ -222,7 +252,7 @@ class AllSamples:
         """What the pass has written on any stage, and has set back behind its layers; of replicas that draw unlike
         numbers, what the first one has.
         """
-        mesh, back = self._context.mesh, self._context.stages.set_back
+        mesh, back = self._context.mesh, self._set_back
         if any_draws:
             mine = dict(_told(mine, mesh.group("data_parallel"))[0])
         if mesh.layout.pipeline == 1:

@@ -40,12 +40,13 @@ class Carried:
     Attributes:
         ways: name -> how what the replicas have written comes together in each step; "" where that is not certain.
         seen: names of what trials have seen to be written.
+        rows: names of what has a row for each sample, as trials have seen.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
         self._module, self._world, self._replicas = module, mesh.group("world"), mesh.layout.data
         self._functions: list[Any] | None = None
-        self.seen, self._said = set[Name](), list[Name]()
+        self.seen, self.rows, self._said = set[Name](), set[Name](), list[Name]()
         self._here: dict[Name, Kinds] = {}
         self._known: dict[Name, Kinds] = {}
         self.ways: dict[Name, Any] = {}
@@ -97,7 +98,13 @@ class Carried:
             usual: the way to weigh of the loss, which goes before the others.
         """
         here, self._here = self._here, {}
-        told = [each or {} for each in objects.gather(here or None, self._world)]
+        rows = {sendable(name, self._module) for name in self.rows}
+        gathered = objects.gather((here, rows) if here or rows else None, self._world)
+        by_sample = {name for _, names in filter(None, gathered) for name in names}
+        told = [
+            {name: ways for name, ways in each[0].items() if ways != _UNSEEN or name not in by_sample} if each else {}
+            for each in gathered
+        ]
         seen = [{name: ways for name, ways in each.items() if ways != _UNSEEN} for each in told]
         for name, ways in common_kinds(seen).items():
             self._known[name] = tuple(way for way in self._known.get(name, ways) if way in ways) or _APART

@@ -70,6 +70,7 @@ class UnlikeWrites:
         self._marks: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._lasting: dict[Name, bool] = {}
         self._found: dict[Name, Any] = {}
+        self._looked: dict[Name, Any] | None = None
         self._under_way: tuple[Tensor, Started | None] | None = None
         self._own = set[Name]()
         self._unread: tuple[LateAnswer, dict[Name, Any]] | None = None
@@ -89,9 +90,13 @@ class UnlikeWrites:
             if isinstance(value := table.values.get(key), _WATCHED) and key not in NOT_USERS
         }
 
+    def look(self) -> None:
+        """Where the step does not end, before other stages tell what they have written, and compare themselves."""
+        self._looked = dict(self._written())
+
     def start(self) -> None:
         """Behind the step: begin to compare what it has written. Collective over the replicas of this stage."""
-        self._found = dict(self._written())
+        self._found, self._looked = dict(self._written()) if self._looked is None else self._looked, None
         now = ((spelled(name), sums) for name, (_, sums) in self._found.items())
         number = float(sum(zlib.crc32(repr(each).encode()) for each in now))
         mine = torch.tensor([number, -number], dtype=torch.float64, device=self._device)

@@ -218,6 +218,11 @@ class Cuts:
         if self._unlike_writes is not None:
             self._unlike_writes.begin()
 
+    def look(self) -> None:
+        """Before a stage hears what the step has left where it ends: look at what it has written here itself."""
+        if self._unlike_writes is not None and self._context.mesh.rank != self._context.mesh.loss_rank:
+            self._unlike_writes.look()
+
     def settle(self) -> None:
         """Behind the step: what it goes on from is what the samples of all replicas have written. Collective over them,
         as is :meth:`check`.

@@ -236,6 +236,7 @@ class OverReplicas:
         """
         rows = {name for name in tried.changes(0) if name in lasting and tried.is_by_sample(name)}
         self.kept.learn(dict(zip(rows, tried.traces.tables(list(rows)), strict=True)))
+        self.carried.rows |= rows
         return rows
 
     def say(

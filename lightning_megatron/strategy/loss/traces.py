@@ -7,7 +7,7 @@ writes, see :mod:`.written`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric
 
+from lightning_megatron.data_parallel.windows.window import Window, disguised
 from lightning_megatron.mesh.draws.given_again import state_of
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
 from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
@@ -193,16 +194,28 @@ class Traces:
 
 
 @contextmanager
-def without_zero_weights(module: nn.Module) -> Iterator[None]:
+def without_zero_weights(module: nn.Module, windows: Sequence[Window] = ()) -> Iterator[None]:
     """While it lasts, matrices that are all zero hold other numbers, the same on all ranks.
 
     A head that begins with zeros gives every sample one loss, whatever weighs the samples, and a trial would learn
     nothing from the first batch; the gradients are unlike nonetheless.
+
+    Args:
+        module: with the matrices.
+        windows: of those that replicas share out; they hold other numbers wherever they are whole.
     """
+    spread = {id(weight) for window in windows for weight in window.parameters}
+    others = (weight for weight in nn.Module.parameters(module) if id(weight) not in spread)
+    with _without_zeros(others), disguised(windows, _without_zeros):
+        yield
+
+
+@contextmanager
+def _without_zeros(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     with torch._C.DisableTorchFunction():  # looking at a weight is no use of it, for whoever watches the step
         zeros = [
             weight.data
-            for weight in nn.Module.parameters(module)
+            for weight in weights
             if weight.ndim > 1 and weight.is_floating_point() and _has_numbers(weight) and not weight.data.any()
         ]
         for weight in zeros:

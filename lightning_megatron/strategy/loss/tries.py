@@ -153,10 +153,10 @@ class LossTrials:
         if self._phases is not None:
             self._phases.note()
         if pieces is not None:
-            steps, spread = self._steps, self._context.gradients.windows is not None  # no weight is whole between steps
+            steps, spread = self._steps, self._context.gradients.windows
             self._try(call, pieces, why, cut=cut)
-            if steps == self._steps == 1 and not (self.reading.settled or spread):
-                with without_zero_weights(self._module):
+            if steps == self._steps == 1 and not self.reading.settled:
+                with without_zero_weights(self._module, () if spread is None else spread.windows):
                     self._try(call, pieces, why, cut=cut)
         elif due:
             self._next = self._steps * _AGAIN

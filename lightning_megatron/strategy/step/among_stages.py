@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -66,7 +65,10 @@ class OneStage:
     may_run_around = False  # one stage has nobody to wait for
     runs_once = frozenset[str]()  # it runs no code again
     is_behind_layers = True  # nobody waits for what is before it
-    set_back: Mapping[tuple[str, Any], Any] = MappingProxyType({})  # what layers have set is seen as it is in the end
+
+    def set_back(self) -> Mapping[tuple[str, Any], Any]:
+        """What layers have set is seen as it is in the end."""
+        return {}
 
     def note_missing(self, error: Exception) -> None:
         """Nothing is elsewhere."""
@@ -209,10 +211,9 @@ class SeveralStages:
         """See :class:`Stages`."""
         return self._stage.is_behind_layers or self.repeats.is_between_calls
 
-    @property
     def set_back(self) -> Mapping[tuple[str, Any], Any]:
         """See :class:`Stages`."""
-        return self._stage.cursor.side_effects.final.set_back
+        return self._stage.cursor.side_effects.set_back()
 
     def note_missing(self, error: Exception) -> None:
         """See :class:`Stages`."""

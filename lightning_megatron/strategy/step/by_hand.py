@@ -184,6 +184,7 @@ class StepByHand:
             self._passes = None
             if compares:
                 self._losses.compare(None, "training_step", self._device)
+            self._cuts.look()
             self._outcome = self._stages.outcome(lambda: self._merge(output, recorder), "training_step")
         self._cuts.settle()
         deaf.check({key.name for key in self._outcome.logs.keys})

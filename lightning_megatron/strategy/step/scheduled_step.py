@@ -191,6 +191,8 @@ class ScheduledStep:
                 self._gradients.sink.all_arrived()
             if repeats is not None and not training:
                 self._context.experts.end()
+            if name == "training_step":
+                self.cuts.look()
             outcome = self._stages.outcome(partial(self._merge, step, batch, parts, recorder, cut), name)
             self._batches.apply(batch, outcome.batch)
             return outcome

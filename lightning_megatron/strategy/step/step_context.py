@@ -164,10 +164,9 @@ class Stages(Protocol):
     def is_behind_layers(self) -> bool:
         """Whether the user's step is running, and in or past the last layer."""
 
-    @property
     def set_back(self) -> Mapping[tuple[str, Any], Any]:
-        """(place, key) -> what the trial that has just ended set it to behind a layer that had set it; known
-        where the loss is computed.
+        """(place, key) -> what the user's step has set it to behind a layer that had set it; asked at the end of the
+        step, where the loss is computed.
         """
 
     def note_missing(self, error: Exception) -> None:
