@@ -206,7 +206,8 @@ class _Check:
         apart = Parts(whole)
         for region in blueprint.regions:
             if lies_in(parent(region.row), name) and region.row not in apart:
-                answers |= self.answers_of(region, doors[region.row])
+                inside = self.answers_of(region, doors[region.row])  # it may begin in the layer before
+                answers |= {each: answer for each, answer in inside.items() if lies_in(each, name)}
         for each, style in blueprint.styles.items():
             if style is Style.HEADS and lies_in(parent(each), name) and each not in apart:
                 answers[each] = self.part(self._trace.calls[each].output)
