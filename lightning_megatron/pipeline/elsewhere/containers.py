@@ -208,7 +208,9 @@ def _hook_of(module: nn.Module, table: str, place: int) -> Any:
 
 def users_hook(hook: Any) -> Any:
     """A registered hook as the user's code, or another library's, gave it; ``None`` for one of this package's own."""
-    given = hook.given if isinstance(hook, AroundHook) else hook
+    given = hook
+    while isinstance(given, AroundHook):
+        given = given.given
     code = given.func if isinstance(given, functools.partial) else given
     return None if str(getattr(code, "__module__", "")).startswith("lightning_megatron.") else given
 

@@ -243,7 +243,8 @@ def functions_of_step(module: nn.Module, step: str = "training_step") -> list[ty
     reach.containers()
     hooks = (hook for child in module.modules() for table in HOOKS for hook in hooks_of(child, table))
     waiting, found, mentioned = list(reach.functions), list[types.FunctionType](), {step, "forward"}
-    mentioned.update(function.__name__ for function in map(function_of, hooks) if function is not None)
+    plain = (hook.func if isinstance(hook, functools.partial) else hook for hook in hooks)
+    mentioned.update(getattr(function_of(hook), "__name__", "__call__") for hook in plain)
     while called := [function for function in waiting if function.__name__ in mentioned]:
         waiting = [function for function in waiting if function.__name__ not in mentioned]
         found += called

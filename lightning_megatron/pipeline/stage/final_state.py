@@ -85,7 +85,7 @@ class FinalState:
             (place, key) of an attribute, or of an entry in one -> what is there now.
         """
         found = {}
-        for effect in effects:
+        for effect in (effect for effect in effects if not _is_told_otherwise(effect)):
             (kind, *at), *inside = effect.address
             if effect.kind == "set" and kind == "module" and all(way == "attr" for way, *_ in inside):
                 now = self._now(effect)
