@@ -49,6 +49,14 @@ class Gated(Updated):
         return self.base(x) * torch.sigmoid(self.up(self.down(x)))
 
 
+class Normalised(Updated):
+    """No sum over parts of the input: divides by norms, which it gets by calling its layers on a matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = 2 * self.up(self.down(torch.eye(self.base.in_features, dtype=x.dtype))).T
+        return super().forward(x) / (self.base.weight + update).norm(dim=1).detach()
+
+
 class Attention(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -145,15 +153,17 @@ ADAPTERS = {
     "vocabulary": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
     "weight-decomposed": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
     "weight-decomposed, all": {"target_modules": "all-linear", "use_dora": True},
+    "weight-decomposed, biased": {"target_modules": "all-linear", "use_dora": True},
 }
 
 
-def adapted(kind: str) -> nn.Module:
-    options = {"init_lora_weights": False, "task_type": "CAUSAL_LM", **ADAPTERS[kind]}
+def adapted(kind: str, **more: Any) -> nn.Module:
+    options = {"init_lora_weights": False, "task_type": "CAUSAL_LM", **ADAPTERS[kind], **more}
     with warnings.catch_warnings(
         action="ignore"
     ):  # of names that PEFT reads from Transformers, which are deprecated there
-        return peft.get_peft_model(hugging_face("llama"), peft.LoraConfig(r=4, **options)).double().train()
+        base = hugging_face("llama", attention_bias="biased" in kind, mlp_bias="biased" in kind)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, **options)).double().train()
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -169,8 +179,30 @@ def test_a_model_with_adapters_and_sequence_shards_matches_one_process(mesh: Any
 
 @pytest.mark.parametrize("kind", ["weight-decomposed", "weight-decomposed, all"])
 @run_ranks(tensor=2)
-def test_layers_called_with_what_has_no_tokens_get_all_of_them_under_sequence_shards(mesh: Any, kind: str) -> None:
+def test_weight_decomposed_layers_with_sequence_shards_match_one_process(mesh: Any, kind: str) -> None:
     compare(adapted(kind), mesh, ids=random_ids(), sequence_parallel=True)
+
+
+@run_ranks(tensor=2)
+def test_layers_called_with_what_has_no_tokens_get_all_of_them_under_sequence_shards(mesh: Any) -> None:
+    module = stack()
+    for layer in module.layers:
+        layer.attention.o.__class__ = layer.up.__class__ = Normalised
+    compare(module, mesh, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_weight_decomposed_layers_are_split_by_output_and_by_input(dropout: float) -> None:
+    report = explain(adapted("weight-decomposed, all", lora_dropout=dropout), 2)
+    start = "base_model.model.model.layers.0."
+    shapes = {name.removeprefix(start): report.spec(name).local_shape for name in report.parameters}
+    q, o = "self_attn.q_proj.", "self_attn.o_proj."
+    assert shapes[q + "base_layer.weight"] == (WIDTH // 2, WIDTH)
+    assert shapes[o + "base_layer.weight"] == (WIDTH, WIDTH // 2)
+    assert shapes[q + "lora_magnitude_vector.default.weight"] == (WIDTH // 2,)
+    assert shapes[o + "lora_magnitude_vector.default.weight"] == (WIDTH,)
+    assert shapes["mlp.down_proj.lora_A.default.weight"] == (4, 24)
+    assert start + o + "lora_magnitude_vector.default.weight" in report.partial_gradients
 
 
 def random_ids() -> Tensor:

@@ -1,8 +1,9 @@
 """Modules that compute what a linear layer does from other tensors than a weight, and how each of these is cut.
 
 A quantised weight is codes and scales (``y = (scale * codes) x + b``); IA3 (Liu et al., arXiv 2205.05638) scales the
-features that a linear layer gives, or those that it is given. Such a module can be split like a linear layer if the
-features of its output, or of its input, go with indices of one dim of some of its tensors::
+features that a linear layer gives, or those that it is given; DoRA divides them by norms (see `reading.column_norms`).
+Such a module can be split like a linear layer if the features of its output, or of its input, go with indices of one
+dim of some of its tensors::
 
                       codes [bits, out, in]   scale [out]   bias [out]
     split by output   dim 1                   dim 0         dim 0
@@ -16,6 +17,7 @@ it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import Range
+from lightning_megatron.parallelize.reading.column_norms import holding, noting, parts_with_norms
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.parallelize.reading.kinds import is_attention, is_linear, is_table, linear_sizes
 from lightning_megatron.parallelize.reading.replay import Prepare, Replay
@@ -142,14 +145,16 @@ def _may_be(module: nn.Module) -> bool:
         return False
     linears = [part for part in module.modules() if is_linear(part)]
     own = set(map(id, tensors.values())) - {id(p) for part in linears for p in part.parameters()}
-    return len(linears) <= 1 and bool(own) and len({id(x) for x in tensors.values()}) == len(tensors)
+    if len(linears) > 1 and not any(parts_with_norms(module)):
+        return False
+    return bool(own) and len({id(x) for x in tensors.values()}) == len(tensors)
 
 
 def _guesses(module: nn.Module) -> Iterator[tuple[int, int]]:
     """Input and output features as a linear layer inside says, or attributes, or the shape of the largest tensor."""
-    inner = next((part for part in module.modules() if is_linear(part)), None)
-    if inner is not None:
-        yield linear_sizes(inner)
+    inner = [linear_sizes(part) for part in module.modules() if is_linear(part)]
+    if inner:
+        yield max(inner, key=math.prod)
         return
     named = [next((n for a in _SIZES[way] if isinstance(n := vars(module).get(a), int)), 0) for way in (True, False)]
     if all(named):
@@ -183,8 +188,10 @@ class _Bench:
         self._near = _NEAR.get(first.dtype, 3e-2)
         x = torch.linspace(-1, 1, 6 * sizes[0], dtype=torch.float64).mul(5).sin().view(2, 3, sizes[0])
         self._x = x.to(first.device, first.dtype)
-        self._whole = self._run(self._x)
-        again = None if self._whole is None else self._run(self._x, training=True)  # dropout would make it another
+        self._norms: dict[str, Tensor] = {}
+        self._whole = self._run(self._x, noting(self._norms))
+        drops = _without_dropout if any(parts_with_norms(copied)) else None  # theirs is on the input
+        again = None if self._whole is None else self._run(self._x, drops, training=True)  # dropout makes it another
         self.works = self._whole is not None and min(sizes) > 1 and self._same(again, self._whole)
 
     def cut(self) -> Divisible | None:
@@ -204,7 +211,8 @@ class _Bench:
 
     def _depends(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether the indices of a dim go with the features of the output, and with those of the input."""
-        change, middle = _changing(name, dim), self._sizes[0] // 2
+        hold = holding(self._norms)
+        change, middle = _both(_changing(name, dim), hold), self._sizes[0] // 2
         changed = self._run(self._x, change)
         if changed is None or self._whole is None:
             return False, False
@@ -212,7 +220,7 @@ class _Bench:
         of_output = bool(where.any()) and not bool(where[: self._sizes[1] // 2].any())
         first, second = self._x.clone(), self._x.clone()
         first[..., middle:], second[..., :middle] = 0, 0
-        same = [self._same(self._run(x, change), self._run(x)) for x in (first, second)]
+        same = [self._same(self._run(x, change), self._run(x, hold)) for x in (first, second)]
         return of_output, bool(where.any()) and same == [True, False]
 
     def _adds_up(self, cut: Divisible, zeros: Tensor) -> bool:
@@ -222,7 +230,8 @@ class _Bench:
             return False
         halves = [(0, n // 2) for n in (wide, out)], [(n // 2, n) for n in (wide, out)]
         rows = [self._run(x, _keeping(cut, half[1], False)) for half in halves]
-        terms = [self._run(x[..., slice(*half[0])], _keeping(cut, half[0], True)) for half in halves]
+        hold = holding(self._norms)
+        terms = [self._run(x[..., slice(*half[0])], _both(_keeping(cut, half[0], True), hold)) for half in halves]
         if any(part is None for part in (*rows, *terms)):
             return False
         together = torch.cat([y for y in rows if y is not None], -1)
@@ -259,6 +268,20 @@ def _changing(name: str, dim: int) -> Prepare:
         tensor.data = values
 
     return change
+
+
+def _without_dropout(copied: nn.Module) -> None:
+    for part in copied.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+def _both(first: Prepare, second: Prepare) -> Prepare:
+    def prepare(copied: nn.Module) -> None:
+        first(copied)
+        second(copied)
+
+    return prepare
 
 
 def _keeping(cut: Divisible, half: Range, by_input: bool) -> Prepare:

@@ -36,6 +36,7 @@ from lightning_megatron.mesh.messages.collectives import (
 from lightning_megatron.mesh.parts.boxes import Range, ShardSpec, block_range
 from lightning_megatron.mesh.pickling import OfOneRank, OtherClass
 from lightning_megatron.parallelize.reading.divisible import Divisible, set_sizes, tensors_of
+from lightning_megatron.parallelize.swap.summed_norms import SummedNorms, computed_once, sum_norms
 
 Product = Callable[[Tensor], Tensor]
 
@@ -114,11 +115,13 @@ class DividedModule(nn.Module):
     """Mixin of a module of which this rank has slices."""
 
     _division: ByOutput | ByInput
+    _norms: tuple[SummedNorms, ...]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x: [.., in] -> [.., out], or this rank's features of either."""
         run = _eagerly if torch.compiler.is_compiling() else _run
-        return run(self._division, lambda x: super(DividedModule, self).forward(x, *args, **kwargs), x)
+        with computed_once(self._norms):
+            return run(self._division, lambda x: super(DividedModule, self).forward(x, *args, **kwargs), x)
 
 
 def split_output(
@@ -191,6 +194,7 @@ def _take(
     cls: Any = type(module)
     module.__class__ = _divided_class(cls)
     module._division = how  # type: ignore[assignment]
+    module._norms = sum_norms(module, how.group) if by_input else ()  # type: ignore[assignment]
     return table
 
 
