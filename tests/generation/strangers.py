@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from tests.generation.decoders import DECODERS
+from tests.generation.own_caches import Allocates
 from tests.generation.scenarios import NEW, Sizes, prompts, replica_of, tiny
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
@@ -339,6 +340,29 @@ class Rollouts(Network):
         return loss
 
 
+class Peeks(pl.LightningModule):
+    """Generates after each training step, in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny("llama")
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.eval()
+        with torch.inference_mode():
+            tokens = self.model.generate(prompts(3), max_new_tokens=3, do_sample=False)
+            scores = self.model(input_ids=tokens).logits.log_softmax(-1)
+            scores[:, 0] = 0.0
+        self.train()
+        self.log_dict({"tokens": tokens.double().square().mean(), "scores": scores.mean().clone()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 STRANGERS: dict[str, tuple[Any, str]] = {
     "greedy": (Greedy, "predict"),
     "inline": (Inline, "predict"),
@@ -353,6 +377,8 @@ STRANGERS: dict[str, tuple[Any, str]] = {
     "translates": (Translates, "predict"),
     "streams": (Streams, "predict"),
     "rollouts": (Rollouts, "fit"),
+    "allocates": (Allocates, "predict"),
+    "peeks": (Peeks, "fit"),
     **DECODERS,
 }
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole.gathered_views import GatheredCopy, ShownFirst, note_write, view_of, writes_of
 from lightning_megatron.layers.whole.split_dim import SplitDim
+from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.torch_functions import METADATA, by_place, is_in_place, name_of
 
 Rule = Callable[..., Any]
@@ -216,10 +217,10 @@ def _on_whole(func: Any, args: Any, kwargs: Any, shown: list[WholeTensor]) -> An
             return one_at_a_time(func, *args, **kwargs)
     _note(func, shown)
     wholes = {id(tensor): tensor.full() for tensor in shown}
-    versions = {key: whole._version for key, whole in wholes.items()}
+    versions = {key: version_of(whole) for key, whole in wholes.items()}
     args, kwargs = tree_map(lambda value: wholes.get(id(value), value), (args, kwargs))
     found = func(*args, **kwargs)
-    if shown and shown[0].spread.group.size() > 1 and any(w._version != versions[key] for key, w in wholes.items()):
+    if shown and shown[0].spread.group.size() > 1 and any(version_of(w) != versions[key] for key, w in wholes.items()):
         raise RuntimeError(f"`{name_of(func)}` changes a split tensor in place; use its result, with `inplace=False`.")
     copies = {wholes[id(tensor)].untyped_storage()._cdata: GatheredCopy(tensor, wholes[id(tensor)]) for tensor in shown}
     return tree_map(lambda value: view_of(value, copies), found)

@@ -135,8 +135,8 @@ class CallFollower:
             return self._everywhere(name, index, owner, call.runs, args, kwargs)
         self.reach(owner)
         caches = Caches(args, kwargs, name)
-        flags = tuple((key, value) for key, value in kwargs.items() if isinstance(value, _FLAGS))
-        key = (index, len(args), flags, len(caches.found), call.module.training)
+        kinds = tuple(map(_kind, args)), tuple((key, _kind(value)) for key, value in kwargs.items())
+        key = (index, kinds, len(caches.found), call.module.training)
         form = self._forms.get(key)
         ends = index + 1 == len(self._owners) or self._owners[index + 1] != owner
         if owner == self.stage:
@@ -260,6 +260,15 @@ class CallFollower:
             args, kwargs = caches.bare(args, kwargs)
             for effect in from_bytes(note.left, self._device, self._module):
                 effect.repeat(self._module, (*args, *kwargs.values()))
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument may decide what a layer does, alike on all stages: flags, types, and whether there is one."""
+    if isinstance(value, _FLAGS):
+        return value
+    if isinstance(value, Tensor):
+        return Tensor
+    return type(value), bool(value) if isinstance(value, (tuple, list, dict)) else True
 
 
 def _plain(leaf: Any) -> Any:
