@@ -206,6 +206,7 @@ def test_the_command_starts_its_own_ranks(folder: Path) -> None:
     program = [sys.executable, "-m", "lightning_megatron", "generate", "--hf", str(folder), "--prompt", "ABC", "--json"]
     done = subprocess.run([*program, "--pipeline", "2"], capture_output=True, text=True, timeout=240, check=True)
     (line,) = map(json.loads, done.stdout.splitlines())
+    assert "available" not in done.stderr and "predict" not in done.stderr, done.stderr
     assert line["tokens"] == expected(folder, ["ABC"], max_new_tokens=64)[0]
 
 
@@ -221,6 +222,7 @@ REFUSED = [
     (["--hf", "MODEL", "--prompt", "A", "--dtype", "int8"], "`--dtype int8` is no type of torch for weights"),
     (["--hf", "MODEL", "--prompt", "A" * 300], "prompt 0 has 300 tokens and 64 are to follow"),
     (["--hf", "MODEL", "--prompts", "wrong.jsonl"], 'line 1 has no text under "prompt"'),
+    (["--hf", "MODEL", "--prompts", "bytes.txt"], "`--prompts bytes.txt` is no text in UTF-8: invalid start byte"),
     (["--hf", "MODEL", "--tokenizer", "wide", "--prompt", "A"], "they do not belong together"),
     (["--hf", "MODEL", "--tokenizer", "empty", "--prompt", "A"], "has no tokenizer that can be read"),
     (["--hf", "wide", "--prompt", "A"], "there is no config.json in it"),
@@ -250,6 +252,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     save_file({name.replace("lm_head", "head"): tensor for name, tensor in tensors.items()}, weights, {"format": "pt"})
     (place / "full.jsonl").write_text("")
     (place / "wrong.jsonl").write_text('{"text": "A"}\n')
+    (place / "bytes.txt").write_bytes(b"A\xff\n")
     return place
 
 

@@ -6,6 +6,7 @@ The model is built without memory, and each rank reads its own part of the weigh
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import warnings
@@ -262,10 +263,26 @@ def complete(job: Job, **trainer: Any) -> None:
     made.strategy.barrier()
 
 
+_ASIDE = (
+    ".*does not have many workers",
+    ".*total length of .*DataLoader.* is zero",
+    "predict returned None",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
+    """Leave out what a Trainer tells of itself: it is no news to who generates."""
+    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*does not have many workers|.*total length of .*DataLoader.* is zero"
-        )
-        yield
+        for message in _ASIDE:
+            warnings.filterwarnings("ignore", message=message)
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -132,11 +132,18 @@ def _texts(prompt: list[str] | None, file: Path | None) -> list[str]:
     """
     texts = list(prompt or [])
     if file is not None:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in _read(file).splitlines() if line.strip()]
         texts += [_text(line, at, file) if file.suffix == ".jsonl" else line for at, line in enumerate(lines, start=1)]
     if not texts:
         raise ValueError("there is no prompt; give `--prompt TEXT` or `--prompts FILE`.")
     return texts
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--prompts {file}` is no text in UTF-8: {error.reason} at byte {error.start}.") from error
 
 
 def _text(line: str, number: int, file: Path) -> str:
