@@ -15,38 +15,38 @@ WIDTH, HEADS, DEPTH, MOST = 16, 4, 4, 16
 
 
 class Allocated:
-    """Room for the keys and values of all layers.
+    """Room for the keys and values of all layers, of as many heads as come."""
 
-    Args:
-        rows: of a batch.
-    """
-
-    def __init__(self, rows: int) -> None:
-        shape = (rows, HEADS, MOST, WIDTH // HEADS)
-        self.keys, self.values = ([torch.zeros(shape, dtype=torch.float64) for _ in range(DEPTH)] for _ in range(2))
+    def __init__(self) -> None:
+        self.keys: list[Any]
+        self.values: list[Any]
+        self.keys, self.values = ([None] * DEPTH for _ in range(2))
         self.length = 0
 
     def write(self, at: int, *new: Tensor) -> list[Tensor]:
         """Add keys and values to those of a layer, and give them all."""
         end = self.length + new[0].shape[2]
-        for kept, tensor in zip((self.keys[at], self.values[at]), new, strict=True):
-            kept[:, :, self.length : end] = tensor
-        return [kept[:, :, :end] for kept in (self.keys[at], self.values[at])]
+        for kept, tensor in zip((self.keys, self.values), new, strict=True):
+            if kept[at] is None:
+                kept[at] = tensor.new_zeros((*tensor.shape[:2], MOST, tensor.shape[3]))
+            kept[at][:, :, self.length : end] = tensor
+        return [kept[at][:, :, :end] for kept in (self.keys, self.values)]
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows."""
-        self.keys, self.values = ([tensor[rows] for tensor in kept] for kept in (self.keys, self.values))
+        for kept in (self.keys, self.values):
+            kept[:] = [None if tensor is None else tensor[rows] for tensor in kept]
 
 
 class _Layer(nn.Module):
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.at, self.norm = at, nn.LayerNorm(WIDTH)
+        self.at, self.heads, self.norm = at, HEADS, nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor, cache: Allocated | None) -> Tensor:
         y = self.norm(x)
-        q, k, v = (part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         if cache is not None:
             k, v = cache.write(self.at, k, v)
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
@@ -80,7 +80,7 @@ class Allocates(pl.LightningModule):
         score = F.cross_entropy(self(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         beams = 3
         ids = new = batch.repeat_interleave(beams, 0)
-        cache, total = Allocated(len(ids)), torch.full((len(batch), beams), -1e9, dtype=torch.float64)
+        cache, total = Allocated(), torch.full((len(batch), beams), -1e9, dtype=torch.float64)
         total[:, 0] = 0
         for _ in range(5):
             each = self(new, cache)[:, -1].log_softmax(-1).view(len(batch), beams, -1)

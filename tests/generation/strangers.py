@@ -345,7 +345,7 @@ class Peeks(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = tiny("llama")
+        self.model = tiny("gpt2")
 
     def training_step(self, batch: Tensor, index: int) -> Any:
         return self.model(input_ids=batch, labels=batch).loss

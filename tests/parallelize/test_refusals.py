@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.parallelize import parallelize
+from tests.generation.own_caches import HEADS, Allocated, Allocates
 from tests.harness import run_ranks, run_trainers
 from tests.parallelize.models import Block, CausalSelfAttention
 from tests.strategy.start_scenarios import fit_with
@@ -60,6 +61,17 @@ def test_a_call_that_the_plan_was_not_tried_with_is_named_beside_the_error_it_en
         assert outcome.error is not None
         assert "'net.layers.0.attn' is split over the tensor-parallel ranks by a plan" in outcome.trace
         assert "a call without argument 2" in outcome.trace and "`example_input_array`" in outcome.trace
+
+
+@run_ranks(tensor=2)
+def test_a_cache_made_for_all_heads_is_named_beside_the_error_it_ends_in(mesh: Any) -> None:
+    module, cache = Allocates().double(), Allocated()
+    parallelize(module, mesh)
+    cache.keys[0] = cache.values[0] = torch.zeros(2, HEADS, 8, 4).double()
+    with pytest.raises(RuntimeError) as raised:
+        module(torch.ones(2, 3, dtype=torch.long), cache)
+    (note,) = raised.value.__notes__
+    assert "there are 2 of its 4 heads, and what argument 1 (Allocated) holds may be for all" in note
 
 
 @run_ranks(tensor=2)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import Range, block_range, key_value_heads
@@ -97,6 +98,17 @@ def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset
     """Positions and keywords of the arguments that are tensors."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return frozenset(key for key, value in named if isinstance(value, Tensor))
+
+
+def holders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """What the arguments that may hold tensors, such as a cache, are called in an error."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    plain = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+    return [
+        f"{f'argument {key}' if isinstance(key, int) else f'`{key}`'} ({type(value).__name__})"
+        for key, value in named
+        if not isinstance(value, plain)
+    ]
 
 
 def slice_arguments(

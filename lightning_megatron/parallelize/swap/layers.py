@@ -32,7 +32,7 @@ from lightning_megatron.mesh.pickling import RankHook
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, ColumnCut, Region
 from lightning_megatron.parallelize.plan.row import ModuleRow
 from lightning_megatron.parallelize.plan.styles import Style
-from lightning_megatron.parallelize.reading.heads import slice_arguments, tensor_arguments
+from lightning_megatron.parallelize.reading.heads import holders, slice_arguments, tensor_arguments
 from lightning_megatron.parallelize.reading.kinds import (
     is_hugging_face,
     is_linear,
@@ -330,8 +330,19 @@ def _end_of_region(entry: ColumnEntry, stream: RankStream | None, region: Region
                 "part in other ways than it did then. A tensor with one entry per head has to be cut as the heads are. "
                 "Set `example_input_array` on the LightningModule to an input that makes this call."
             )
+        elif isinstance(error, (RuntimeError, IndexError)) and region.sizes is not None and not region.gathered:
+            for named in holders(args, kwargs):
+                error.add_note(_about_heads(region, region.sizes.heads, entry.group.size(), named))
 
     return RankHook(hook)
+
+
+def _about_heads(region: Region, heads: int, parts: int, named: str) -> str:
+    return (
+        f"{region.scope!r} is split over the {parts} tensor-parallel ranks: inside, there are {heads // parts} of its "
+        f"{heads} heads, and what {named} holds may be for all of them. Let a cache take its sizes from the keys that "
+        "are written into it (`key.shape`), or use `pipeline_parallel_size` in place of `tensor_parallel_size`."
+    )
 
 
 def _summing_hook(rotary: Any, group: dist.ProcessGroup) -> Callable[..., Any]:

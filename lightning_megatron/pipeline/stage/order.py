@@ -95,7 +95,8 @@ def refuse_again(what: str) -> NoReturn:
     raise RuntimeError(
         f"{what} was called again before the `self.manual_backward(loss)` of its first call. Under a pipeline the "
         "layers run once for each `self.manual_backward`: use what the first call gave, let one call see both batches "
-        "(`torch.cat`), call `self.manual_backward` for each loss before the layers run again, or use "
+        "(`torch.cat`), call `self.manual_backward` for each loss before the layers run again, sample and score "
+        "without gradients in a hook (`on_train_batch_start`, under `torch.no_grad()`), or use "
         "`pipeline_parallel_size=1`."
     )
 
