@@ -50,6 +50,7 @@ class Unpacked(nn.Module):
         (strangers.AskedFirst, {"embed": [0], "head": [2]}),
         (strangers.EmbeddingMask, {"embed": [0], "head": [2]}),
         (strangers.EmbeddingSkip, {"embed": [0, 1, 2], "head": [2]}),
+        (strangers.CutBetween, {"embed": [0, 1, 2], "head": [2], "parts": [0, 1, 2]}),
         (strangers.Conditioned, {"embed": [0], "head": [2], "condition": [0, 1, 2], "scale": [2]}),
         (strangers.Distilled, {"embed": [0], "head": [2], "teacher": [0, 2]}),
     ],

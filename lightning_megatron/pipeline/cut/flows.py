@@ -8,7 +8,7 @@ the step calls.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 Parts = frozenset[str]
@@ -77,10 +77,21 @@ def names_in(target: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
-def assigned_in(body: Iterable[ast.AST]) -> set[str]:
-    """Names of the variables that statements assign to."""
+def results_in(body: Iterable[ast.AST], runs_layer: Callable[[ast.AST], bool]) -> set[str]:
+    """Names of the variables that a loop over layers assigns to, but those that it only cuts, or replaces, under a
+    condition: ``if number == last: extra = extra[:, -1:]``.
+
+    Args:
+        body: of the loop.
+        runs_layer: whether a node calls a layer.
+    """
     nodes = [node for part in body for node in ast.walk(part)]
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    spared = set[int]()
+    for node in nodes:
+        if isinstance(node, ast.If) and not any(map(runs_layer, (*node.body, *node.orelse))):
+            spared.update(id(child) for child in ast.walk(node))
+    stored = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return {node.id for node in stored if id(node) not in spared}
 
 
 def is_variable(node: ast.expr) -> bool:

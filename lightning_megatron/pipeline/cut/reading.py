@@ -19,11 +19,12 @@ import ast
 import enum
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, assigned_in, is_variable, names_in, returns
+from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, is_variable, names_in, results_in, returns
 from lightning_megatron.pipeline.cut.resolver import Resolver
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.cut.trunk import Trunk, holders_of
@@ -214,7 +215,8 @@ class _Reader(Resolver):
 
     def _visit_trunk_loop(self, body: Sequence[ast.AST], layers: set[str]) -> None:
         outer = self.loop_layers, self.loop_results
-        self.loop_layers, self.loop_results = layers, assigned_in(body)
+        runs = partial(self._hands_on_layer, names=layers)
+        self.loop_layers, self.loop_results = layers, results_in(body, runs)
         self.phase = When.DURING
         self.visit_all(list(body))
         self.phase = When.AFTER

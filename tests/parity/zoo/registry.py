@@ -92,6 +92,7 @@ _PLAIN: dict[str, Callable[[], LightningModule]] = {
     "asked_first": partial(_task, tasks.TokenTask, strangers.AskedFirst),
     "conditioned": partial(_task, tasks.TokenTask, strangers.Conditioned),
     "embedding_skip": partial(_task, tasks.TokenTask, strangers.EmbeddingSkip),
+    "cut_between": partial(_task, tasks.TokenTask, strangers.CutBetween),
     "embedding_mask": partial(_task, tasks.TokenTask, strangers.EmbeddingMask),
     "distilled": partial(_task, tasks.TokenTask, strangers.Distilled),
     "relative_bias": partial(_task, tasks.TokenTask, language.RelativeBias),

@@ -132,6 +132,27 @@ class EmbeddingSkip(Walker):
         return self.head(x + first)
 
 
+class CutBetween(Walker):
+    """Every layer gets its part of what is computed before them; a branch of the loop may cut all of it shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.last = nn.Linear(HIDDEN, 4 * HIDDEN), 3
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        parts = self.parts(x).unflatten(-1, (4, HIDDEN))
+        for index, block in enumerate(self.blocks):
+            if index == self.last:
+                x, parts = self.cut(x, parts)
+            x = block(x + 0.1 * parts[:, :, index])
+        return self.head(x)
+
+    def cut(self, x: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, twice as large."""
+        return 2 * x, 2 * parts
+
+
 class EmbeddingMask(Walker):
     """Rows of the embedding that are zero mark padding: a mask that has no gradient and depends on a parameter."""
 
