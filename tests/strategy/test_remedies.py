@@ -38,9 +38,9 @@ CASES = [  # the module, its layout, words of the message, then what they advise
     (
         written.CutsByContent,
         STAGES,
-        "pass `MegatronStrategy(variable_shapes=True)`",
+        "set `micro_batch_size` to the batch size, and `variable_shapes=True`",
         None,
-        {"variable_shapes": True},
+        {"micro_batch_size": 4, "variable_shapes": True},
         True,
     ),
     (written.LogsAcross, STAGES, "Log a value per part", written.LogsEach, {}, True),

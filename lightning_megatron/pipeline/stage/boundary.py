@@ -60,7 +60,8 @@ class Span:
             raise RuntimeError(
                 f"the code around the layers gives a tensor of shape {whole} for a batch of {self.total} samples and "
                 f"{part} for {samples} of them, which differ otherwise than by the number of samples. Cut or pad in "
-                "the collator, so that all micro-batches are alike, or set `micro_batch_size` to the batch size."
+                "the collator, so that all micro-batches are alike, or set `micro_batch_size` to the batch size, and "
+                "`variable_shapes=True`."
             )
         return dim
 
