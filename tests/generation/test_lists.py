@@ -232,6 +232,8 @@ REFUSED = [
     (["--checkpoint", "MODEL", "--prompt", "A"], "a checkpoint has no tokenizer"),
     (["--hf", "renamed", "--tokenizer", "MODEL", "--prompt", "A"], "do not fit: missing ['lm_head.weight']"),
     (["--hf", "mamba", "--tokenizer", "MODEL", "--prompt", "A", "--pipeline", "2"], "keeps states"),
+    (["--hf", "MODEL", "--prompt", "A", "--pipeline", "9"], "fewer than the 9 pipeline stages"),
+    (["--hf", "MODEL", "--prompt", "A", "--tensor", "7"], "not divisible by the tensor-parallel size 7"),
 ]
 
 

@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader
 from lightning_megatron.checkpoints.files.library_names import open_weights
 from lightning_megatron.checkpoints.loading.pretrained import load_hf_weights, match_weights
 from lightning_megatron.checkpoints.state.stored import aliases
+from lightning_megatron.parallelize import explain
+from lightning_megatron.pipeline.cut.partition import make_partition
+from lightning_megatron.pipeline.schedule import make_schedule
 from lightning_megatron.strategy.generation import files
 from lightning_megatron.strategy.generation.lists import prepare_tasks, run_tasks
 from lightning_megatron.strategy.generation.requests import Requests
@@ -98,6 +101,17 @@ class Job:
             match_weights(open_weights(self.weights), shapes, aliases(model), self.weights)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
+
+    def check_layout(self, model: Any) -> None:
+        """Refuse sizes that the model cannot be divided by, before there are processes.
+
+        Raises:
+            ValueError: says what does not divide it.
+        """
+        stages, ranks = self.sizes["pipeline_parallel_size"], self.sizes["tensor_parallel_size"]
+        if stages > 1:
+            make_partition(model, make_schedule("1f1b", stages, 1))
+        explain(model, ranks)
 
     def requests(self, model: Any) -> Requests:
         """The prompts, checked."""

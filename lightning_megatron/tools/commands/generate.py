@@ -84,6 +84,7 @@ def generate(
         model = job.build()
         job.requests(model)
         job.check_weights(model)
+        job.check_layout(model)
         if out is not None:
             check_out(out, asked)
     complete(job)
