@@ -31,12 +31,12 @@ WIDTH, HEADS, RANK = 32, 4, 3
 class Updated(nn.Module):
     """A linear layer with an update of low rank, as one writes it by hand."""
 
-    def __init__(self, base: nn.Linear, dropout: float = 0.0) -> None:
+    def __init__(self, base: nn.Linear, dropout: float = 0.0, rank: int = RANK) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.dropout = nn.Dropout(dropout)
-        self.down = nn.Linear(base.in_features, RANK, bias=False)
-        self.up = nn.Linear(RANK, base.out_features, bias=False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + 2 * self.up(self.down(self.dropout(x)))
@@ -187,7 +187,8 @@ def test_weight_decomposed_layers_with_sequence_shards_match_one_process(mesh: A
 def test_layers_called_with_what_has_no_tokens_get_all_of_them_under_sequence_shards(mesh: Any) -> None:
     module = stack()
     for layer in module.layers:
-        layer.attention.o.__class__ = layer.up.__class__ = Normalised
+        layer.attention.o = Normalised(layer.attention.o.base, rank=4).double()
+        layer.up = Normalised(layer.up.base, rank=4).double()
     compare(module, mesh, sequence_parallel=True)
 
 
