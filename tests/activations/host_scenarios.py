@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +53,8 @@ def one_budget(
     info: RankInfo, kind: str, arguments: dict[str, Any], options: dict[str, Any], megabytes: float
 ) -> tuple[dict[str, Any], float]:
     """The same on a host with so much free memory; and the share of the tokens that was chosen."""
-    before, host_memory.free_bytes = host_memory.free_bytes, lambda folder: int(1e6 * megabytes)
-    try:
+    with mock.patch.object(host_memory, "free_bytes", lambda folder: int(1e6 * megabytes)):
         found = train(info, kind, arguments, options)
-    finally:
-        host_memory.free_bytes = before
     return found, float(found["told"].split("a share of ")[1].split()[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 from typing import Any
+from unittest import mock
 
 from lightning_megatron import MegatronStrategy
 from tests.benchmarks import contestants
@@ -29,11 +30,8 @@ def count(info: RankInfo, arguments: dict[str, Any]) -> float:
             profile.disable()
             return super().per_step(steps)
 
-    before, contestants.Clock = contestants.Clock, Counted  # type: ignore[misc]
-    try:
+    with mock.patch.object(contestants, "Clock", Counted):
         replicas = arguments.get("data_parallel_size", 1)
         trainer_round(info, SIZE, STEPS, MegatronStrategy(**arguments), SIZE.batch // replicas)
-    finally:
-        contestants.Clock = before  # type: ignore[misc]
     stats: Any = pstats.Stats(profile)
     return round(stats.total_calls / STEPS, 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -45,6 +47,10 @@ class _Failing:
         raise self.error
 
 
+def _failing(kind: str) -> Any:
+    return mock.patch.object(storage.SummedFile, "write", _Failing(kind))
+
+
 def cannot_write(info: RankInfo, folder: str, kind: str) -> list[str]:
     """Rank 1 fails at the second save."""
     report: list[str] = []
@@ -54,15 +60,12 @@ def cannot_write(info: RankInfo, folder: str, kind: str) -> list[str]:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(f"{folder}/same.ckpt")
             elif trainer.global_step == 2:
-                write = storage.SummedFile.write
-                if info.rank == 1:
-                    storage.SummedFile.write = _Failing(kind)  # type: ignore[method-assign,assignment]
                 try:
-                    trainer.save_checkpoint(f"{folder}/same.ckpt")
+                    with _failing(kind) if info.rank == 1 else nullcontext():
+                        trainer.save_checkpoint(f"{folder}/same.ckpt")
                 except RuntimeError as error:
                     named = "rank 1: " in str(error) and _Failing(kind).error.strerror in str(error)
                     report.append("rank 1 is named" if named else str(error))
-                storage.SummedFile.write = write  # type: ignore[method-assign]
 
     trainer = _trainer(info, MegatronCheckpointIO(), [SaveTwice()])
     trainer.fit(Tied())
@@ -82,7 +85,7 @@ def background(info: RankInfo, folder: str) -> dict[str, Any]:
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
             if trainer.global_step == 2:
-                storage.BoxWriter.write_data = held_back  # type: ignore[method-assign]
+                holding.start()
                 self.state = {name: value.clone() for name, value in module.state_dict().items()}
                 trainer.save_checkpoint(f"{folder}/held.ckpt")
                 trainer.strategy.remove_checkpoint(f"{folder}/before.ckpt")
@@ -99,9 +102,11 @@ def background(info: RankInfo, folder: str) -> dict[str, Any]:
         assert gate.wait(60)
         return publish(self, plan, planner)
 
-    watch = Watch()
-    _trainer(info, MegatronCheckpointIO(async_save=True), [watch]).fit(Tied())
-    storage.BoxWriter.write_data = publish  # type: ignore[method-assign]
+    watch, holding = Watch(), mock.patch.object(storage.BoxWriter, "write_data", held_back)
+    try:
+        _trainer(info, MegatronCheckpointIO(async_save=True), [watch]).fit(Tied())
+    finally:
+        holding.stop()
     meta = torch.load(Path(open_checkpoint(f"{folder}/held.ckpt").path) / "meta.pt", weights_only=True)
     stored = tensors_of(f"{folder}/held.ckpt")
     assert not Path(f"{folder}/before.ckpt").exists() or info.rank != 0
@@ -115,11 +120,10 @@ def failing_background(info: RankInfo, folder: str) -> None:
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
-                if info.rank == 1:
-                    storage.SummedFile.write = _Failing("full")  # type: ignore[method-assign,assignment]
-                trainer.save_checkpoint(f"{folder}/never.ckpt")
-                pending = trainer.strategy.checkpoint_io._pending  # type: ignore[attr-defined]
-                pending.exception()
+                with _failing("full") if info.rank == 1 else nullcontext():
+                    trainer.save_checkpoint(f"{folder}/never.ckpt")
+                    pending = trainer.strategy.checkpoint_io._pending  # type: ignore[attr-defined]
+                    pending.exception()
 
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             print("at step", trainer.global_step + 1)

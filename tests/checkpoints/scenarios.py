@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import fsspec
 import torch
@@ -155,13 +156,12 @@ def read_bytes(info: RankInfo, path: str, sizes: tuple[int, int, int], through: 
         read[0] += found.nbytes
         return found
 
-    storage._read = counting
     options = {"initial_weights": path} if through == "strategy" else {}
     strategy = MegatronStrategy(*sizes, micro_batch_size=2, **options)
     trainer = make_trainer(info, strategy, max_steps=1, precision="32-true")
     module = Pretrained("" if options else path)
-    trainer.fit(module)
-    storage._read = reading
+    with mock.patch.object(storage, "_read", counting):
+        trainer.fit(module)
     return read[0], strategy.full_state_dict()
 
 

@@ -7,6 +7,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -57,13 +58,11 @@ def cannot_export(info: RankInfo, folder: str) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         export(source, path)
 
-    single_file.export_lightning = full
     try:
-        _trainer(info, 4, (2, 1, 1), True, [saves]).fit(Tied())
+        with mock.patch.object(single_file, "export_lightning", full):
+            _trainer(info, 4, (2, 1, 1), True, [saves]).fit(Tied())
     except RuntimeError as error:
         return str(error)
-    finally:
-        single_file.export_lightning = export
     return "saved"
 
 

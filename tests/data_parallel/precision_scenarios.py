@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -167,7 +169,7 @@ def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: b
     from lightning_megatron import MegatronMixedPrecision, MegatronStrategy
     from lightning_megatron.pipeline.forwards import low_precision_linears as float8
 
-    losses, original = Losses(), float8._lack
+    losses = Losses()
     torch.manual_seed(5)
     rows = torch.randint(0, 53, (4, 17), generator=torch.Generator().manual_seed(2)).repeat(16, 1, 1)
     batches: Any = torch.utils.data.DataLoader(list(rows), batch_size=None)  # type: ignore[arg-type]
@@ -175,12 +177,8 @@ def eight_bits(info: RankInfo, precision: str, sizes: dict[str, Any], allowed: b
     trainer = make_trainer(info, strategy, precision=None, max_epochs=1, callbacks=[losses], limit_val_batches=0)
     config = DecoderConfig(vocabulary=53, hidden=32, layers=2, heads=2, intermediate=64, norm="layer")
     module = CausalLanguageModel(config, lr=1e-2)
-    try:
-        if allowed:
-            float8._lack = lambda device: None
+    with mock.patch.object(float8, "_lack", lambda device: None) if allowed else nullcontext():
         trainer.fit(module, batches, batches)
-    finally:
-        float8._lack = original
     eight = sum(
         "products" in child.__dict__ or ForwardStack.of(child).get(ForwardSlot.PRODUCTS) is not None
         for child in module.modules()

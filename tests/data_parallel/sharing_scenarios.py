@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_megatron.data_parallel.update.late_gather import LateGather
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 from tests.parity.zoo.data import VOCABULARY, Items, loader
@@ -309,21 +311,13 @@ def quiet(info: RankInfo, setup: Setup, own_use: bool | None = None) -> dict[str
         strategy = MegatronStrategy(*setup.layout, **setup.strategy)
     trainer = make_trainer(info, strategy, max_epochs=2, limit_val_batches=0, **setup.trainer)
     module = SharedTask() if own_use is None else OwnUse(own_use)
-    pending: list[int] = []
-    if setup.layout is not None and setup.strategy.get("overlap_parameter_gather"):
-        from lightning_megatron.data_parallel.update.late_gather import LateGather
+    pending, start = list[int](), LateGather.start
 
-        start = LateGather.start
+    def counted(self: LateGather, buckets: Any) -> None:
+        start(self, buckets)
+        pending.append(len(self._pending))
 
-        def counted(self: Any, buckets: Any) -> None:
-            start(self, buckets)
-            pending.append(len(self._pending))
-
-        LateGather.start = counted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LateGather, "start", counted):
         trainer.fit(module)
-    finally:
-        if pending:
-            LateGather.start = start  # type: ignore[method-assign]
     whole = trainer.strategy.full_state_dict() if setup.layout is not None else module.state_dict()
     return {"weights": {name: value.detach().clone() for name, value in whole.items()}, "pending": pending}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback
@@ -410,8 +411,6 @@ def spread(
         count.kept = sum(window.kept_bytes for window in self.windows)
         return said
 
-    Window.open, StepWindows.end_step, Window.start = opening, ending, starting  # type: ignore[method-assign]
-
     def saving(self: Saving, *arguments: Any) -> None:
         count.saving.append(sum(window.live_bytes for window in found.values()))
         saves(self, *arguments)
@@ -426,15 +425,13 @@ def spread(
             count.evaluating.append(now[0])
         assert not any(window.live_bytes for window in self.windows), "nothing is whole behind it"
 
-    StepWindows.evaluation = evaluating  # type: ignore[method-assign]
-    Saving.save = saving  # type: ignore[method-assign]
-    Bucket.allocate = allocating  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.multiple(Window, open=opening, start=starting),
+        mock.patch.multiple(StepWindows, end_step=ending, evaluation=evaluating),
+        mock.patch.object(Saving, "save", saving),
+        mock.patch.object(Bucket, "allocate", allocating),
+    ):
         trainer.fit(task, ckpt_path=resume)
-    finally:
-        Window.open, StepWindows.end_step, Window.start = opens, ends, starts  # type: ignore[method-assign]
-        Saving.save, StepWindows.evaluation = saves, evaluates  # type: ignore[method-assign]
-        Bucket.allocate = allocates  # type: ignore[method-assign]
     whole = trainer.strategy.full_state_dict() if setup.layout is not None else task.state_dict()
     own = {name: bool(p.isnan().any()) for name, p in task.named_parameters() if not p.is_meta}
     return {

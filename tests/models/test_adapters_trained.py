@@ -12,6 +12,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parallelize.models import VOCABULARY, hugging_face
@@ -38,7 +39,7 @@ class Adapted(LightningModule):
         base: Any = hugging_face("llama", num_hidden_layers=4, num_key_value_heads=4, use_cache=False)
         for part in list(base.modules()):  # whose norms round to float32
             for name, child in part.named_children():
-                if type(child).__name__ == "LlamaRMSNorm":
+                if isinstance(child, LlamaRMSNorm):
                     setattr(part, name, nn.RMSNorm(child.weight.shape, 1e-6))
         with warnings.catch_warnings(action="ignore"):  # of names that PEFT reads from Transformers, deprecated there
             self.model: nn.Module = peft.get_peft_model(base, KINDS[kind](task_type="CAUSAL_LM")).double().train()

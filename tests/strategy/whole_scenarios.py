@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -422,7 +423,8 @@ REFUSED = {kind.__name__: kind for kind in (OnOneRank, TooEarly, Aside, Keeps, O
 
 def refused(info: RankInfo, layout: Layout, arguments: Mapping[str, Any], kind: str) -> None:
     """Trains one that is refused."""
-    in_steps._PATIENCE_S = 2.0
     torch.manual_seed(7)
     pruning = [ModelPruning("l1_unstructured", amount=0.5)] if kind == "Pruned" else []
-    trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=pruning).fit(REFUSED[kind]())
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0, callbacks=pruning)
+    with mock.patch.object(in_steps, "_PATIENCE_S", 2.0):
+        trainer.fit(REFUSED[kind]())

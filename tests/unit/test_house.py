@@ -350,6 +350,28 @@ def test_private_names_are_imported_by_no_test_nor_from_one() -> None:
     assert not private, private
 
 
+def test_tests_patch_other_code_only_for_a_time() -> None:
+    """By ``mock.patch`` or ``monkeypatch``: one process runs many tests."""
+    restored = {"os", "sys", "rank_zero_only"}  # by the harness, between two jobs
+    killed = ("tests.harness", "tests.checkpoints.kill_scenarios")  # the latter's processes serve no other test
+    patches = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name, found in nodes_of_tests().items()
+        if not name.startswith(killed)
+        for node in found
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node).split(".")[0] in _imported(name) - restored
+    ]
+    assert not patches, patches
+
+
+@functools.cache
+def _imported(test: str) -> set[str]:
+    imports = (node for node in nodes_of_tests()[test] if isinstance(node, ast.ImportFrom | ast.Import))
+    return {each for node in imports for each in _defined(node)}
+
+
 def _defined(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
