@@ -113,7 +113,7 @@ def _tried(call: Callable[..., Any], cls: type[Function], args: Sequence[Any], d
             _leaf(value.narrow(dim, start, stop - start) if cut else value, like)
             for value, cut, like in zip(held, split, args, strict=True)
         ]
-        runs.append(_run(call, cls, given, split, dim, stop - start, (start, stop)))
+        runs.append(_run(call, cls, given, dim, stop - start, (start, stop)))
     if None in runs:
         return False
     (whole, grads), *parts = [run for run in runs if run is not None]
@@ -148,7 +148,6 @@ def _run(
     call: Callable[..., Any],
     cls: type[Function],
     given: Sequence[Any],
-    split: Sequence[bool],
     dim: int,
     rows: int,
     span: tuple[int, int],

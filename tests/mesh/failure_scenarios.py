@@ -104,13 +104,6 @@ def fail(info: RankInfo, layout: tuple[int, int], culprit: int, place: str) -> N
     trainer.fit(Failing(info.rank, culprit, place))
 
 
-def fail_then_fit(info: RankInfo, layout: tuple[int, int]) -> int:
-    """Every rank refuses the same way, and the processes can train afterwards."""
-    trainer = trainer_for(info, layout, {}, max_epochs=1)
-    trainer.fit(Failing(info.rank, -1, "nowhere"))
-    return trainer.global_step
-
-
 class Hanging(TokenTask):
     """From the second step on, a layer of one rank never returns; another rank may be stopped as a whole.
 

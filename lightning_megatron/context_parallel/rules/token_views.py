@@ -161,18 +161,13 @@ def along(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     def shown(part: Any) -> Any:
         return model.like(part, model.along if part.ndim == model.ndim else model.along - removed)
 
-    return shown(found) if isinstance(found, Tensor) else type(found)(_rebuilt(found, map(shown, found)))
+    return shown(found) if isinstance(found, Tensor) else type(found)(tuple(map(shown, found)))
 
 
 def _extreme(func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """``max`` and ``min``: of one dim, or of the numbers of two tensors."""
     two = isinstance(args[0] if args else kwargs.get("other"), Tensor)
     return pointwise(func, model, *args, **kwargs) if two else along(func, model, *args, **kwargs)
-
-
-def _rebuilt(found: Any, parts: Iterable[Any]) -> Any:
-    """``parts`` as what ``type(found)`` is made of: named tuples of torch and plain sequences alike."""
-    return tuple(parts)
 
 
 def _second(func: Any, model: Any, size: Any, dim: int = 0, **kwargs: Any) -> Any:

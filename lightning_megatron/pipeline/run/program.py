@@ -16,8 +16,6 @@ from enum import Enum, auto
 
 from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind, Schedule
 
-BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-
 
 class Action(Enum):
     """What the executor does at a slot."""

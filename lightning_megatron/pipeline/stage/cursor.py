@@ -219,7 +219,7 @@ class StageCursor:
             return output
         if index == self.stop:
             self._capture(call, args, kwargs)
-        args, kwargs = self._substitute(index, call, args, kwargs)
+        args, kwargs = self._substitute(index, args, kwargs)
         self._streams.enter_ahead(1 + index)
         output = note(self.stand_ins.noted.layers, index, self._compute(call, args, kwargs))
         crossed = self._crossed
@@ -319,7 +319,7 @@ class StageCursor:
         raise StageDone
 
     def _substitute(
-        self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a layer of this stage, with what the stage before sent in the place of the stand-ins.
 

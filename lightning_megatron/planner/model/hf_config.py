@@ -52,7 +52,7 @@ def shape_fields(config: Mapping[str, Any] | str | Path, seq: int | None) -> dic
         "heads": heads,
         "vocab": _required(values, "vocabulary", ("vocab_size",)),
         "seq": length,
-        "kv_heads": _kv_heads(values, family),
+        "kv_heads": _kv_heads(values),
         "ffn": _optional(values, _FFN_KEYS),
         "gated": _is_gated(values, family),
         "tied": bool(values.get("tie_word_embeddings", family in _TIED_FAMILIES.split())),
@@ -100,7 +100,7 @@ def _required(values: Mapping[str, Any], what: str, keys: tuple[str, ...]) -> in
     return found
 
 
-def _kv_heads(values: Mapping[str, Any], family: str) -> int | None:
+def _kv_heads(values: Mapping[str, Any]) -> int | None:
     """Number of key/value heads; 1 for families with the flag ``multi_query``, None if not given."""
     if values.get("multi_query") and not values.get("new_decoder_architecture"):
         return 1

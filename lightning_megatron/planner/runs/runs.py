@@ -52,7 +52,6 @@ _SCHEDULE_WORDS = (
     (r"\bgpipe\b", "gpipe"),
     (r"\b1f1b\b", "1f1b"),
 )
-_FSDP = frozenset({"fsdp", "fsdp2", "zero3", "hsdp"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,7 @@ def optimizer_sharding_of(optimizer: OptimizerSharding, weights: WeightSharding)
     return {**(optimizer if isinstance(optimizer, Mapping) else {}), "shard": asked.shard}
 
 
-def check_sharded_weights(
-    sharding: WeightSharding, trainer: pl.Trainer, module: pl.LightningModule, layout: Layout
-) -> None:
+def check_sharded_weights(sharding: WeightSharding, module: pl.LightningModule, layout: Layout) -> None:
     """Refuse modules whose weights cannot be shared out.
 
     Raises:

@@ -52,12 +52,11 @@ class Drawing:
         self._context, self._streams = context, context.streams
         self._coordinates, self._replicas = context.mesh.coordinates, context.mesh.layout.data
 
-    def rows(self, parts: Sequence[Any], name: str) -> list[Rows]:
+    def rows(self, parts: Sequence[Any]) -> list[Rows]:
         """The samples of each micro-batch.
 
         Args:
             parts: the micro-batches of a batch of this replica.
-            name: of the user's step.
         """
         if self._streams.draws is None:
             return [Rows(0, 1, 1)]
@@ -149,6 +148,6 @@ class DrawnStep:
 
     @contextmanager
     def _around(self, batch: Any, name: str, *, training: bool) -> Iterator[None]:
-        rows = self._drawing.rows([batch], name)
+        rows = self._drawing.rows([batch])
         with self._streams.step(training=training, name=name, rows=rows), self._stages.segments():
             yield

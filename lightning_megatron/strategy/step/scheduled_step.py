@@ -81,7 +81,7 @@ class ScheduledStep:
             self.drawing.learn(call, split, "training_step")
             parts, cut = self.cuts.choose(call, batch, split, first=window.first)
             if cut.counts:
-                rows = self.drawing.rows(parts, "training_step")
+                rows = self.drawing.rows(parts)
                 self.cuts.mixing.counts.run(call, batch, parts, cut.weights, cut.total, rows)
             total = cut.total * window.batches * self._mesh.layout.context  # each of whose ranks has a gradient
             scales = [weight / total * window.scale for weight in cut.weights]
@@ -163,7 +163,7 @@ class ScheduledStep:
             passes = train if training else repeats.run
         if self._compares:
             self._losses.take_batch(batch, name, self._device)
-        rows = self.drawing.rows(cut.layers or parts, name)
+        rows = self.drawing.rows(cut.layers or parts)
         streams = self._context.streams.step(training=training, name=name, rows=rows) if own else nullcontext()
         over: Over = "training" if training else "evaluation"
         recording = self._context.recording.step(len(parts), cut.logs, over=over)
