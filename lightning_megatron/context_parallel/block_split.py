@@ -93,7 +93,7 @@ class BlockSplit(TokenSplit):
 
     @property
     def described(self) -> Hashable:
-        """What a process of another stage, of the same place among the tensor ranks, has to know of it.
+        """Description for a process of another stage that has the same place among the tensor ranks.
 
         Raises:
             RuntimeError: a stretch of tokens goes from stage to stage.

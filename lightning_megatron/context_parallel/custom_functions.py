@@ -73,7 +73,7 @@ def _is_cut_alike(args: Sequence[Any], shards: Sequence[TokenShards]) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
-    """What a trial depends on: no number of tokens, and no fraction, such as a factor that is annealed."""
+    """Key of a trial: types and settings, without numbers of tokens and fractions, such as an annealed factor."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if isinstance(value, TokenShards):

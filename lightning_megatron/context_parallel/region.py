@@ -1,4 +1,4 @@
-"""Where tokens are split in a step: at the input of the module's repeated layers, and up to what the step returns.
+"""The region of a step in which tokens are split: from the module's repeated layers up to the step's result.
 
 Code before the layers (the embedding, positions, masks) sees whole tensors on every rank. The first layer's input is
 cut to this rank's rows, and all that is computed from it keeps its global shape; see
@@ -257,7 +257,7 @@ class TokenRegion:
         return shards
 
     def _work(self, value: Tensor, dim: int, true_hides: bool) -> list[int] | None:
-        """What the mask that a layer is given leaves of the work of each piece of tokens, if there is one."""
+        """The work that a layer's mask leaves for each piece of tokens, if there is a mask."""
         length, size = value.shape[dim], self._group.size()
         mask = mask_among(self._beside, length, value)
         work = None if mask is None else work_of(mask, size, true_hides=true_hides)
@@ -275,7 +275,7 @@ class TokenRegion:
                     )
 
     def report(self) -> str:
-        """What was split, and which functions gathered; of this rank."""
+        """Report of this rank: what was split, and which functions gathered."""
         lines = [f"tokens split over {self._group.size()} ranks, {self._balance}"]
         how = {
             "gather": "all keys and values gathered",
@@ -296,7 +296,7 @@ class TokenRegion:
 
 
 def _called(layer: nn.Module) -> list[nn.Module]:
-    """What is called of a layer: itself, or the members of a list that only holds them."""
+    """The modules that are called for a layer: itself, or the members of a list that only holds them."""
     if not isinstance(layer, nn.ModuleList | nn.ModuleDict):
         return [layer]
     return [called for member in layer.children() for called in _called(member)]

@@ -165,7 +165,7 @@ def check_unwritten(mask: RuleMask | None, writes: int) -> None:
 
 
 def given_whole(value: Any, func: Any) -> Any:
-    """What a function that knows no rules is given in the place of ``value``."""
+    """The ordinary tensor that a function which knows no rules is given in place of ``value``."""
     return value.whole(name_of(func)) if isinstance(value, RuleMask) else value
 
 
@@ -212,7 +212,7 @@ def masks_by_rule(noted: Counter[str]) -> Iterator[None]:
 
 
 def _by_rule(function: Any, by_booleans: Any, noted: Counter[str], *args: Any, **given: Any) -> Any:
-    """What ``function`` makes, as a rule where it is one of tokens by tokens."""
+    """The mask that ``function`` makes, as a rule where it depends on pairs of tokens only."""
     sizes = [given.get(name) for name in ("q_length", "kv_length")]
     starts = [given.get(name, 0) for name in ("q_offset", "kv_offset")]
     unlike = sizes[0] != sizes[1] or any(type(number) is not int for number in (*sizes, *starts))

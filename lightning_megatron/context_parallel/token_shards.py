@@ -43,7 +43,7 @@ def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detached(func: Any, model: Any) -> Any:
-    """What ``.data`` reads: the same rows, without a gradient."""
+    """Rule of ``.data``: the same rows, without a gradient."""
     return model.detach()
 
 

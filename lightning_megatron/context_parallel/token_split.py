@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each context rank holds, and how the ranks' rows and whole tensors become each other.
+"""The tokens of a sequence that each context rank holds; conversion between the ranks' rows and whole tensors.
 
 A dim of ``length`` tokens is cut into *runs*, stretches of neighbouring tokens; a rank's rows are its runs, ascending.
 Causal attention gives late tokens more work than early ones, so each rank gets one run of either kind. 11 tokens over
@@ -91,7 +91,7 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 class Scope:
-    """What the splits of one module share.
+    """State that the splits of one module share.
 
     Attributes:
         running: whether a step of the user's runs; gradients asked for in it are refused.
@@ -152,7 +152,7 @@ class TokenSplit(SplitDim):
         return self.runs[self.group.rank()]
 
     def order(self, device: torch.device) -> Tensor:
-        """Where each token is among the rows of all ranks, one rank after another: [length]."""
+        """Index of each token among the rows of all ranks, one rank after another: [length]."""
         return torch.argsort(_index_of(self.runs, str(device)))
 
     def span(self, block: int) -> tuple[int, int]:
@@ -218,7 +218,7 @@ class TokenSplit(SplitDim):
 
     @property
     def described(self) -> Hashable:
-        """What a process of another stage needs to rebuild it."""
+        """Description from which a process of another stage rebuilds it."""
         if self.folded is None:
             return self.length, self.runs, None
         before, split, after = self.folded
@@ -322,7 +322,7 @@ def _index_of(runs: tuple[tuple[Run, ...], ...], device: str) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _places(runs: tuple[tuple[Run, ...], ...], device: str) -> Tensor:
-    """Where each token is among the rows of all ranks, when every rank's are padded to the longest: [length]."""
+    """Index of each token among the rows of all ranks, padded to the longest rank's: [length]."""
     counts = [sum(stop - start for start, stop in own) for own in runs]
     most, found = max(counts), torch.empty(sum(counts), dtype=torch.long)
     for rank, own in enumerate(runs):

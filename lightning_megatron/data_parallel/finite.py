@@ -24,7 +24,7 @@ class NonFiniteError(AgreedFailure):
 
 @dataclass(frozen=True)
 class RankFinding:
-    """What one rank found in a step.
+    """Findings of one rank in a step.
 
     Attributes:
         rank: global rank.

@@ -29,7 +29,7 @@ from lightning_megatron.layers.whole.seen_kinds import user_hook
 
 
 class GradientSink(Protocol):
-    """Where the gradients of a batch collect, and are summed over the ranks that share parameters."""
+    """Collects the gradients of a batch, and sums them over the ranks that share parameters."""
 
     @property
     def scatters(self) -> bool:
@@ -73,7 +73,7 @@ class _Hooked(NamedTuple):
         return self._replace(before=before, after=after)
 
     def places(self) -> list[tuple[Any, dict[int, Any]]]:
-        """Where torch looks for hooks, and those that are the user's there."""
+        """Places where torch looks for hooks, and the user's hooks among them."""
         return [(self.parameter._backward_hooks, self.before), (_after(self.parameter), self.after)]
 
     def take_off(self) -> None:

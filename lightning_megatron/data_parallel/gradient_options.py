@@ -1,4 +1,4 @@
-"""What the user chose about gradients and weights."""
+"""The user's options for gradients and weights."""
 
 from __future__ import annotations
 

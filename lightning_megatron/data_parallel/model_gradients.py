@@ -96,7 +96,7 @@ class ModelGradients:
 
     @property
     def sink(self) -> GradientSink:
-        """Where gradients collect: buckets, ``.grad`` over several backwards, or ``.grad`` after a single one; with
+        """Collector of gradients: buckets, ``.grad`` over several backwards, or ``.grad`` after a single one; with
         the user's hooks on them, where several backwards or ranks have terms of one gradient."""
         plain = self.buckets or self.local or self._autograd
         if not self._several:
@@ -134,7 +134,7 @@ class ModelGradients:
         self._replicas = data_sharing(self._mesh, False)
 
     def holders_of(self, name: str) -> Holders:
-        """Who holds parameter ``name``."""
+        """The stages and ranks that hold parameter ``name``."""
         return self.presence.holders(name)
 
     def prepare(
@@ -281,7 +281,7 @@ class ModelGradients:
             update.restore()
 
     def held(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """What this rank holds of the summed gradients of ``parameters``: whole ones, or its shard of them."""
+        """This rank's part of the summed gradients of ``parameters``: whole ones, or its shard of them."""
         return [grad for parameter in parameters if (grad := self._held(parameter)) is not None]
 
     def _held(self, parameter: nn.Parameter) -> Tensor | None:
@@ -327,7 +327,7 @@ class ModelGradients:
         return name is None or self.presence.is_counted_here(name, **over)
 
     def state_places(self, optimizer: Optimizer) -> list[StatePlace]:
-        """Where an optimizer keeps the state of what this rank updates."""
+        """Locations of an optimizer's state of the parameters that this rank updates."""
         names = parameter_names(self._module)
         members = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         places = []

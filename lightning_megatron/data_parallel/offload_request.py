@@ -1,4 +1,4 @@
-"""What a user asks for with ``optimizer_offload``."""
+"""The values of ``optimizer_offload``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = ("to", "keep", "interleave")
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the optimizer's weights and state lie, and where it steps.
+    """Location of the optimizer's weights and state, and of its steps.
 
     Attributes:
         folder: of files on this host that hold them; ``None`` for host memory.

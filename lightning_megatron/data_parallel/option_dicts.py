@@ -7,7 +7,7 @@ from typing import Any
 
 
 def option_dict(argument: str, value: Any, keys: Sequence[str]) -> Mapping[str, Any] | None:
-    """What is said in ``value``: nothing more for ``True``; ``None`` for ``False``.
+    """The settings in ``value``: none for ``True``; ``None`` for ``False``.
 
     Args:
         argument: of the strategy, for messages.

@@ -1,4 +1,4 @@
-"""What a user says about the experts of a module, where its structure does not say it, or says it wrong.
+"""The user's description of a module's experts, for modules whose structure does not show them, or shows them wrong.
 
 A plan names parts of the module by patterns, as ``tensor_parallel_plan`` does::
 
@@ -107,7 +107,7 @@ class ExpertPlan:
 
 
 def _by_name(plan: Mapping[str, _Value], names: list[str]) -> dict[str, _Value]:
-    """What a plan gives to each name.
+    """The entries of a plan, by name.
 
     Raises:
         ValueError: a pattern matches no name, or two give a name different values.

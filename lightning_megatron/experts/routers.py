@@ -1,4 +1,4 @@
-"""Which parameters choose experts: what lies beside the experts in the module that calls them."""
+"""Finds the parameters that choose experts: those beside the experts in the module that calls them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Mixture:
 
     @property
     def leader(self) -> ListedExperts | None:
-        """What leads the calls of a list of experts that are shared out."""
+        """The object that leads the calls of a list of experts that are shared out."""
         led = Marks.of(self.block).get(Led)
         return led.leader if led is not None and isinstance(led.leader, ListedExperts) else None
 

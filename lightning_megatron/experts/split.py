@@ -55,7 +55,7 @@ class Found:
 
 @dataclass
 class ExpertReport:
-    """What is split over expert ranks.
+    """Report of what is split over expert ranks.
 
     Attributes:
         table: how this rank holds each of the experts' parameters.
@@ -68,7 +68,7 @@ class ExpertReport:
     whole: dict[str, str] = field(default_factory=dict)
 
     def explain(self) -> str:
-        """What was split and what was not, in words."""
+        """The report in words: which modules were split, and why others were not."""
         lines = [f"`{name}`: {f'{count} experts' if count else 'weights'}" for name, count in self.split.items()]
         return "; ".join([*lines, *(f"`{name}` stays whole: {why}" for name, why in self.whole.items())])
 
@@ -190,7 +190,7 @@ class _Finder:
         return self._stacked(name, child, count) if count else self._listed(name, child)
 
     def _as_planned(self, name: str, child: nn.Module, kind: str) -> Found | None:
-        """What the plan says a module is.
+        """The kind that the plan gives a module.
 
         Raises:
             ValueError: it is not.
@@ -355,7 +355,7 @@ def _cut_planned(*_: object) -> str:
 
 
 def _nothing_more(*_: object) -> None:
-    """What is done for experts whose weights are gathered, beside :func:`leave_gathered`."""
+    """Do nothing more: for experts whose weights are gathered, :func:`leave_gathered` is enough."""
 
 
 def _not_experts(name: str, why: str) -> str:

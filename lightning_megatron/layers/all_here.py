@@ -22,7 +22,7 @@ import torch
 
 
 class _Passes(threading.local):
-    """What holds in a thread.
+    """State of a thread.
 
     Attributes:
         asked: how many callers have asked for all tokens.

@@ -289,7 +289,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def look_of(batch: Any) -> Any:
-    """What of a batch tells kinds of batches apart: its tensors, but not how long they are."""
+    """Key of the kind of a batch: its tensors, but not how long they are."""
     size = batch_size_of(batch)
     return tuple((t.ndim, t.dtype, t.ndim > 0 and t.shape[0] == size) for t in tensors_of(batch))
 

@@ -31,7 +31,7 @@ def has_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def in_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What the key-value caches in a call's arguments hold."""
+    """Tensors of the key-value caches in a call's arguments."""
     caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     layers = [layer for cache in caches for layer in _layers_of(cache)]
     return [entry for layer in layers for entry in vars(layer).values() if isinstance(entry, Tensor)]

@@ -15,7 +15,7 @@ ATTRIBUTE = "_lightning_megatron"
 
 
 class _Attached:
-    """What is stored on the object: values by class. No dictionary, which would pass for one that user code fills."""
+    """Values stored on the object, by class. No dictionary, which would pass for one that user code fills."""
 
     __slots__ = ("by_class",)
 

@@ -33,7 +33,7 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 
 
 def states_of_others() -> tuple[Any, Any]:
-    """What tells how far Python's and NumPy's generators have come."""
+    """Positions of Python's and NumPy's generators."""
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else (None, [0], 0, 0, 0.0)
     return hash(random.getstate()), (int(numpy[1][0]), *numpy[2:])
 
@@ -52,7 +52,7 @@ def set_others(state: Mapping[str, Any]) -> None:
 
 
 class OtherDraws:
-    """Where some functions draw from Python's and NumPy's generators.
+    """Finds where some functions draw from Python's and NumPy's generators.
 
     Args:
         functions: the user's.

@@ -1,4 +1,4 @@
-"""What a divided module consists of belongs to one rank, and is not pickled.
+"""Parts of a divided module belong to one rank, and are not pickled.
 
 A layer that is split over ranks, or that another pipeline stage has, means something beside the other ranks' parts
 only: a pickle of it, loaded in another process, would be taken for the model. So whoever pickles a divided module, or

@@ -1,4 +1,4 @@
-"""What a run puts in the place of attributes of objects that are not its own, and how it gives them back.
+"""Replaces attributes of objects that are not the run's own, and gives them back at its end.
 
 ``module.log``, hooks of callbacks, functions of torch and methods of Lightning's Trainer lead through this package
 while a run goes on. All of them are replaced here, by :class:`Replacements`, which knows what was there before::

@@ -35,7 +35,7 @@ def line_of_user(frame: FrameType | None = None) -> str:
 
 
 def getters(*names: str) -> list[Any]:
-    """What ``__torch_function__`` is given where these attributes are read."""
+    """The functions that ``__torch_function__`` is given where these attributes are read."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 
@@ -79,7 +79,7 @@ def by_place(
 
 
 def name_of(func: Any) -> str:
-    """What a function is called, or the attribute that it reads or writes."""
+    """Name of a function, or of the attribute that it reads or writes."""
     name = getattr(func, "__name__", str(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
 

@@ -62,7 +62,7 @@ def recipe_of(found: Plan | Prediction | Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class Settled:
-    """What a run starts with once nothing is left to the planner.
+    """Options of a run once nothing is left to the planner.
 
     Attributes:
         options: of the run, with sizes and schedule.
@@ -114,7 +114,7 @@ def _choose(options: Options, module: pl.LightningModule, world: int, per_node: 
 
 
 def shardings_of(options: Options) -> tuple[str, ...]:
-    """What replicas may share; an optimizer that is not shared, or in a way of its own, stays so."""
+    """The shardings over replicas to try; an optimizer that is not sharded, or in a way of its own, stays so."""
     if options.optimizer_sharding is False:
         return ("none",)
     return ("zero1", "fsdp") if isinstance(options.optimizer_sharding, Mapping) else ("zero1", "none", "fsdp")

@@ -331,7 +331,7 @@ def _repeats(error: BaseException, remote: Failure) -> bool:
 
 
 def _not_connected(error: Exception, environment: ClusterEnvironment, rank: int) -> Exception:
-    """What to say where the ranks could not meet."""
+    """Error message where the ranks could not meet."""
     address = f"{environment.main_address}:{environment.main_port}"
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         return RuntimeError(

@@ -1,4 +1,4 @@
-"""What users ask a strategy about its run, or about one that has not begun: methods of ``MegatronStrategy``."""
+"""Questions of users to a strategy about its run, or about one that has not begun: methods of ``MegatronStrategy``."""
 
 from __future__ import annotations
 

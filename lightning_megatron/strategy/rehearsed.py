@@ -1,4 +1,4 @@
-"""What a rehearsal found, for people and for programs."""
+"""Results of a rehearsal, for people and for programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank would build and do.
+    """Report of what one rank would build and do.
 
     Attributes:
         rank: global rank.

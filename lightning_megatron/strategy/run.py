@@ -301,7 +301,7 @@ class Run:
 
     @property
     def _window(self) -> Accumulation:
-        """Where the present batch stands among those whose gradients are averaged."""
+        """Position of the present batch among those whose gradients are averaged."""
         batches, scale = self._trainer.accumulate_grad_batches, getattr(self._precision, "loss_scale", None)
         first = self._trainer.fit_loop.epoch_loop.batch_idx % batches == 0
         return Accumulation(batches, first, self._reduces, 1.0 if scale is None else scale.scale)
@@ -377,7 +377,7 @@ class Run:
 
 
 def report_of(part: str) -> property:
-    """What a part of the assembled module tells of its steps; ``None`` where there is no such part."""
+    """Report of a part of the assembled module on its steps; ``None`` where there is no such part."""
     return property(lambda self: None if (found := getattr(self.run.assembled, part)) is None else found.report())
 
 

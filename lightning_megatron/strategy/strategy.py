@@ -372,7 +372,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def partition(self) -> Partition | None:
-        """Which stage owns what; ``None`` with one stage, and before ``setup``."""
+        """Assignment of layers and parts to stages; ``None`` with one stage, and before ``setup``."""
         stage = Stage.of(self.lightning_module) if self.lightning_module is not None else None
         return None if stage is None else stage.partition
 

@@ -1,4 +1,4 @@
-"""What a run finds outside of its own process: other ranks, their failures, and memory for its weights.
+"""The world outside of a run's own process: other ranks, their failures, and memory for its weights.
 
 Everything else that a strategy does is the same whether the other ranks exist or not. So it makes what reaches out of
 its process through the world that it was given, and a rehearsal, in which one rank of thousands runs alone, gives it
@@ -42,7 +42,7 @@ class World:
         return True
 
     def watch(self, *args: Any, **kwargs: Any) -> FailureWatch:
-        """What tells this rank of other ranks' failures; arguments of :class:`FailureWatch`."""
+        """A watch for other ranks' failures; arguments of :class:`FailureWatch`."""
         return FailureWatch(*args, **kwargs)
 
     def materialize(
@@ -65,7 +65,7 @@ class World:
         return StageLinks(group, mesh.pipeline_ranks, device, replicas, self.link_options)
 
     def executor(self, *args: Any) -> PipelineExecutor:
-        """What runs this rank's instructions; arguments of :class:`PipelineExecutor`."""
+        """The executor of this rank's instructions; arguments of :class:`PipelineExecutor`."""
         return PipelineExecutor(*args)
 
 

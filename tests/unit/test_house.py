@@ -38,6 +38,7 @@ LIGHTNING_ELSEWHERE = 0
 LIGHTNING_PRIVATES_ELSEWHERE = 0
 ARROWS_UP = 0
 PUBLIC_NAMES_WITHOUT_DOCSTRING = 0
+DOCSTRINGS_THAT_BEGIN_WITH_WHAT = 20
 PRIVATE_ATTRIBUTES_OF_OTHER_FILES = 7
 
 
@@ -261,6 +262,19 @@ def test_public_names_have_docstrings() -> None:
         if not ast.get_docstring(node)
     ]
     assert len(bare) <= PUBLIC_NAMES_WITHOUT_DOCSTRING, bare
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """Not with "What is kept", "Where it lies", "Which of them": a reader looks for the name of the thing."""
+    relative = [
+        f"{name}: {text}"
+        for name in modules()
+        for node in nodes(name)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if (text := (ast.get_docstring(node) or "").split("\n")[0]).startswith(("What ", "Where ", "Which ", "Who "))
+        and "?" not in text
+    ]
+    assert len(relative) <= DOCSTRINGS_THAT_BEGIN_WITH_WHAT, relative
 
 
 def _public(node: ast.AST, name: str) -> list[ast.ClassDef | ast.FunctionDef]:

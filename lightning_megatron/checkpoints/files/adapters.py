@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class Tensors(Protocol):
-    """What adapters are read from: a checkpoint, or a module's tensors."""
+    """Source of the tensors of adapters: a checkpoint, or a module."""
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What a checkpoint says of itself."""
+        """The checkpoint's description of itself."""
 
     @property
     def kinds(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:

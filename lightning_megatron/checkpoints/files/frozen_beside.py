@@ -44,7 +44,7 @@ class WithFrozen:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What the checkpoint says of itself."""
+        """The checkpoint's description of itself."""
         return self._trained.about
 
     @property

@@ -25,7 +25,7 @@ _SAVED = ".modules_to_save."
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor of the model alone comes from.
+    """Origin of a tensor of the model without adapters.
 
     Attributes:
         stored: the name that the checkpoint has it under.
@@ -127,7 +127,7 @@ def _check_base(source: Tensors, adapter: Adapter) -> None:
 
 
 def _unmergeable(source: Tensors, adapter: Adapter, more: list[str]) -> str | None:
-    """What peft cannot merge either."""
+    """Why peft cannot merge an adapter either; ``None`` if it can."""
     if "num_virtual_tokens" in adapter.config:
         return "puts learned tokens before the text"
     biases = [name.partition(".lora_B.")[0] for name in more if ".lora_B." in name and name.endswith(".bias")]

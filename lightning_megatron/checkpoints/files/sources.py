@@ -197,7 +197,7 @@ def _safe_types() -> AbstractContextManager[None]:
 
 
 def _header(content: bytes, file: str) -> dict[str, Any]:
-    """What a safetensors file says of its tensors.
+    """Header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
 
     Raises:
         ValueError: it does not begin as one.

@@ -43,7 +43,7 @@ def noting_construction(constructions: list[Construction]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Built:
-    """Where the values of a module's tensors come from, by name; until it has them.
+    """Sources of the values of a module's tensors, by name, until they are loaded.
 
     Attributes:
         places: in which construction, and where in it.

@@ -31,7 +31,7 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 
 @dataclass(frozen=True)
 class _Later:
-    """Where weights come from once the module is divided, as asked for in ``configure_model``."""
+    """Path of the weights to load once the module is divided, as asked for in ``configure_model``."""
 
     path: Any
 
@@ -44,7 +44,7 @@ _ADAPTED = (
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Where the weights of a divided module came from."""
+    """Path that the weights of a divided module were loaded from."""
 
     path: str
 

@@ -22,7 +22,7 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor
 
 
 class _Shares(NamedTuple):
-    """What the ranks of one group hold of the parameters that are split over it.
+    """The slices that the ranks of one group hold of the parameters that are split over it.
 
     Attributes:
         group: the ranks.
@@ -116,7 +116,7 @@ class TensorState:
         return logical
 
     def slices_of(self, name: str) -> tuple[ShardSpec, ...] | None:
-        """What every rank of a parameter's group holds of it; ``None`` if each has all of it."""
+        """The slice of a parameter that each rank of its group holds; ``None`` if each has all of it."""
         return tuple(specs[name] for specs in self._shares_of(name).everyone) if name in self._split else None
 
     def parts_of(self, name: str) -> ParameterParts | None:

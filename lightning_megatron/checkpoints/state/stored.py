@@ -1,4 +1,4 @@
-"""What a module and its optimizers keep on this rank, under the names and logical shapes that checkpoints use.
+"""State of a module and its optimizers on this rank, under the names and logical shapes that checkpoints use.
 
 A parameter is stored under its name, a state of its optimizer under ``optimizer.<index>.<name>.<state>``; both are
 logical tensors, of which this rank holds pieces. Tied parameters are stored under the first of their names.
@@ -26,7 +26,7 @@ Kinds = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where an optimizer keeps the state of (a piece of) one parameter.
+    """Location of an optimizer's state of (a piece of) one parameter.
 
     Attributes:
         name: the parameter's name.
@@ -65,7 +65,7 @@ def stored_module(module: nn.Module, tensor: TensorState, without: Collection[st
 
 
 def state_places(optimizer: Optimizer, module: nn.Module, tensor: TensorState) -> list[StatePlace]:
-    """Where an optimizer that updates whole (tensor-parallel) parameters keeps its state."""
+    """Locations of the state of an optimizer that updates whole (tensor-parallel) parameters."""
     names = parameter_names(module)
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [StatePlace(names[id(p)], p, tensor.spec_of(names[id(p)], p.shape)) for p in members if id(p) in names]
@@ -311,7 +311,7 @@ def optimizer_templates(
 
 @dataclass(frozen=True)
 class Match:
-    """Which stored tensor each of a module's tensors is loaded from, and what does not fit.
+    """Matches each of a module's tensors with the stored one that it is loaded from, and lists those that do not fit.
 
     Attributes:
         stored: name in the module -> name in the checkpoint, where both have the same shape.

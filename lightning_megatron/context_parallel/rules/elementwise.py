@@ -17,7 +17,7 @@ from lightning_megatron.layers.whole.pointwise import first_whole
 
 
 def rows_of(model: WholeTensor, value: Any, place: int) -> Any:
-    """What meets this rank's rows of ``model`` where tensors are broadcast: the rows of an operand.
+    """The rows of an operand that are broadcast against this rank's rows of ``model``.
 
     Args:
         model: cut along ``place``.

@@ -181,7 +181,7 @@ def like_torchs(found: Tensor) -> Tensor:
 
 
 def _owners(split: TokenSplit) -> Iterator[tuple[int, bool]]:
-    """Whose keys are here, step by step, and whether it is the last one."""
+    """The rank whose keys are here, step by step, and whether the step is the last one."""
     rank, size = split.group.rank(), split.group.size()
     return ((((rank - step) % size), step == size - 1) for step in range(size))
 

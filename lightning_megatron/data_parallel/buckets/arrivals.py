@@ -60,7 +60,7 @@ def copy_arrived(bucket: Bucket) -> None:
 
 
 def changed_dtype(name: str, before: torch.dtype, now: torch.dtype) -> str:
-    """What is said where a parameter's dtype changed after its bucket was made."""
+    """Error for a parameter whose dtype changed after its bucket was made."""
     return (
         f"`{name}` was {before} when the run began and is {now} since a forward: code of the module converts its "
         "weights there, after optimizers and gradients were laid out. Convert it in `__init__`, or let both be of one "

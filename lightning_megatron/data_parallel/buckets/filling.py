@@ -1,4 +1,4 @@
-"""Which parameters share a bucket: neighbours of one kind, up to a size; those of several holders, with equal ones."""
+"""Assigns parameters to buckets: neighbours of one kind and with the same holders, up to a size."""
 
 from __future__ import annotations
 

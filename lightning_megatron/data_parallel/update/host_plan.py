@@ -1,4 +1,4 @@
-"""Where the weights and state of each bucket of this rank lie, and where its optimizers step on them."""
+"""Plans where the weights and state of each bucket of this rank are stored, and where its optimizers step on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUNDS = 3
 
 @dataclass
 class HostPlan:
-    """What of this rank's share lies in host memory.
+    """The part of this rank's share that is stored in host memory.
 
     Attributes:
         memory: of this host.
@@ -43,7 +43,7 @@ class HostPlan:
         return self.memory
 
     def steps(self, optimizer: Optimizer) -> HostedSteps:
-        """What takes the steps of an optimizer."""
+        """The object that takes the steps of an optimizer."""
         return HostedSteps(optimizer, self.memory, self.link, apart=self.apart, stride=self.stride)
 
 

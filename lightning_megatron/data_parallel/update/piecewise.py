@@ -234,7 +234,7 @@ class PiecewiseUpdate:
 
 
 class _Handed(list[nn.Parameter]):
-    """What an optimizer finds in a group in the place of its parameters; notes whether it has looked."""
+    """Stands in a group of an optimizer in place of its parameters; notes whether it has been read."""
 
     seen = False
 

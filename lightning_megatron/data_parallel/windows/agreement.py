@@ -32,7 +32,7 @@ class UnlikeReplicasError(RuntimeError):
 
 
 class Agreement:
-    """What the replicas that share one copy of the weights have told each other.
+    """Messages among the replicas that share one copy of the weights.
 
     Args:
         buckets: of any of the windows.

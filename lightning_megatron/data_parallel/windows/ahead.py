@@ -1,4 +1,4 @@
-"""Which window opens next, so that it can be gathered while the layer before it computes.
+"""Predicts the window that opens next, so that it can be gathered while the layer before it computes.
 
 Windows open in the order of the step before, whatever the schedule; replicas agree on each opening, so that all of them
 know the same order and start the same gathers at the same places. ::

@@ -1,4 +1,4 @@
-"""What a user asks for with ``weight_sharding``."""
+"""The values of ``weight_sharding``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are spread over the replicas, and in the windows of which modules they lie.
+"""Selects the parameters that are spread over the replicas, and assigns them to the windows of modules.
 
 A parameter lies in the window of its layer; outside of layers, in that of the module that holds it (an embedding, a
 head). One that several modules hold (a tied head) has a window that each of them opens. ::
@@ -40,7 +40,7 @@ class Spread:
 
 
 def spread_parameters(module: nn.Module, layers: Sequence[str], shared: Collection[str]) -> Spread:
-    """What is spread of a module's parameters.
+    """The parameters of a module that are spread.
 
     Args:
         module: holds the layers.

@@ -136,7 +136,7 @@ class StepWindows:
         return not self._stays_whole
 
     def spread_place(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
-        """Where a parameter lies of which this rank has no more than its shard now: its bucket, and its index there."""
+        """Location of a parameter of which this rank now has only its shard: its bucket, and its index there."""
         window = self._of.get(id(parameter))
         if window is None or window.is_open:
             return None

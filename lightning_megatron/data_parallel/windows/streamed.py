@@ -84,12 +84,12 @@ class StreamedWindow(Window):
         self._owner.gave_back(self)
 
     def places(self) -> list[int]:
-        """Where the memory of the weights lies."""
+        """Addresses of the weights' memory."""
         with torch._C.DisableTorchFunction():
             return [parameter.untyped_storage().data_ptr() for parameter in self.parameters]
 
     def found_again(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives one of the weights, or a view of one, once the window is open again."""
+        """A function that returns one of the weights, or a view of one, once the window is open again."""
         with torch._C.DisableTorchFunction():
             parameter, form = self._behind(tensor), (tensor.shape, tensor.stride(), tensor.storage_offset())
         return partial(_view_of, parameter, *form) if parameter is not None else super().found_again(tensor)

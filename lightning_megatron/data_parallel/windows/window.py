@@ -68,7 +68,7 @@ class Window:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """What the weights lie in."""
+        """Buckets of the weights."""
         return list(self._buckets)
 
     @property
@@ -153,11 +153,11 @@ class Window:
         return place != 0 and place in self.places()
 
     def places(self) -> list[int]:
-        """Where the memory of the weights lies, while the window is open."""
+        """Addresses of the weights' memory, while the window is open."""
         return [bucket.weights.flat.untyped_storage().data_ptr() for bucket in self._buckets if bucket.weights]
 
     def found_again(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives one of the weights, or a view of one, once the window is open again."""
+        """A function that returns one of the weights, or a view of one, once the window is open again."""
         return lambda: tensor
 
     def agree(self) -> None:

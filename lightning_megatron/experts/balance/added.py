@@ -27,7 +27,7 @@ _LOGITS, _FACTOR = "output_router_logits", "router_aux_loss_coef"
 
 @dataclass(frozen=True)
 class AddedBalance:
-    """What is to be added.
+    """Settings of the losses to add.
 
     Attributes:
         factor: of the loss; ``None`` for 0.01, or what a model's configuration says.

@@ -38,7 +38,7 @@ class _Capacity:
 
 
 class Capacities:
-    """What modules with a router say about the tokens that an expert takes.
+    """The attributes by which modules with a router limit the tokens of an expert.
 
     Args:
         mixtures: those that are looked at.

@@ -1,4 +1,4 @@
-"""What routers have said of each micro-batch of a batch, for balancing losses of all of it.
+"""Notes of routers about each micro-batch of a batch, from which balancing losses of the whole batch are made.
 
 A balancing loss is linear in the mean scores once it is known how often each expert was chosen. So a pass of counts
 goes before the step, forward only, and each micro-batch of the step has the loss of the whole batch, with the gradient
@@ -25,7 +25,7 @@ _REFUSED = (
 
 
 class PartsOfBatch:
-    """What one kind of balancing loss was given in each micro-batch, and what it gives of the whole.
+    """Inputs of one kind of balancing loss in each micro-batch, and its value for the whole.
 
     Attributes:
         aside: whether they are left out, as 1 that depends on nothing.
@@ -79,7 +79,7 @@ class PartsOfBatch:
         self._noted = []
 
     def taken(self) -> tuple[Any, int, float]:
-        """What ``join`` made for the loss that is made now, in which micro-batch, and the factor of its gradient.
+        """The result of ``join`` for the loss that is made now, in which micro-batch, and the factor of its gradient.
 
         Raises:
             ValueError: nothing was noted of it.

@@ -41,7 +41,7 @@ The second are the local numbers of the rows' experts, the third what the ranks 
 
 
 class Owners:
-    """Which rank of an expert group holds which experts: blocks of equal size, in order.
+    """Assigns experts to the ranks of an expert group: blocks of equal size, in order.
 
     Args:
         experts: how many there are.
@@ -90,7 +90,7 @@ class Owners:
         called: Collection[int] = (),
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
-        """What the experts of all ranks make of this rank's rows; collective over the group, in the backward too.
+        """The results of the experts of all ranks for this rank's rows; collective over the group, in the backward too.
 
         Args:
             rows: [n, width], where n may differ between ranks and be 0.
@@ -206,7 +206,7 @@ def _counts(expert: Tensor, slots: int) -> Tensor:
 
 
 def _anchor(rows: Tensor) -> Tensor:
-    """What makes a message part of every rank's graph, or of none's: whether rows have gradients may differ."""
+    """A tensor that makes a message part of all ranks' graphs, or of none: whether rows have gradients may differ."""
     return torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
 
 

@@ -1,4 +1,4 @@
-"""Which mixture the ranks that share out experts call, told with every exchange of rows.
+"""Tells with every exchange of rows which mixture each of the ranks that share out experts calls.
 
 Each exchange begins with a message of counts, which also says what its sender is at::
 
@@ -36,7 +36,7 @@ DONE, PAUSED, CALLING = range(3)
 
 @dataclass(frozen=True)
 class Told:
-    """What the ranks of a group have told this one before an exchange.
+    """Notes of the ranks of a group to this one before an exchange.
 
     Attributes:
         rows: how many rows each rank sends for each expert here, [ranks, experts here].
@@ -135,7 +135,7 @@ class Calls:
                 self._answers[number].answer(self._told(arrived, heard, self._widest))
 
     def _told(self, arrived: Tensor, heard: list[list[int]], local: int) -> Told:
-        """What ranks have said to one that holds ``local`` experts of the mixture that is called."""
+        """The ranks' notes to one that holds ``local`` experts of the mixture that is called."""
         said = heard[:-1]
         of_experts = [sum(row[expert] for row in said) for expert in range(local)]
         called = [any(row[self._widest + expert] for row in said) for expert in range(local)]
@@ -145,7 +145,7 @@ class Calls:
     def _tell(
         self, state: int, device: torch.device, rows: Tensor, called: Tensor, tokens: int = 0
     ) -> tuple[Tensor, list[list[int]]]:
-        """What each rank tells this one, on the device and here; the last of the latter is what goes to each rank.
+        """Each rank's note to this one, on the device and here; the last of the latter is what goes to each rank.
 
         It is the only time that the host waits for the device: sizes of messages have to be known there.
         """

@@ -73,7 +73,7 @@ def _is_in_blocks(given: Tensor, experts: int) -> bool:
 
 
 def in_blocks(own: Callable[[Tensor], Tensor], rows: Tensor, expert: Tensor, experts: int, *, lead: bool) -> Tensor:
-    """What the experts' own forward makes of rows, ``[n, h], [n] -> [n, h]``, where n is 0 too.
+    """Results of the experts' own forward for rows, ``[n, h], [n] -> [n, h]``; n may be 0.
 
     Args:
         own: the forward.

@@ -192,7 +192,7 @@ def _counted(module: nn.Module, width: int) -> list[tuple[str, ...]]:
 def _sum_of_parts(
     module: nn.Module, cut: InnerCut, own: dict[str, nn.Parameter], run: Callable[[], Tensor]
 ) -> Tensor | None:
-    """What the parts of an expert give together; ``None`` if one does not run."""
+    """Sum of the results of an expert's parts; ``None`` if one does not run."""
     total: Tensor | None = None
     for part in range(cut.parts):
         values = {name: cut.along[name].of(parameter, part, cut.parts) for name, parameter in own.items()}

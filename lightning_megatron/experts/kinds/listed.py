@@ -58,7 +58,7 @@ def has_one_for_each(parameter: nn.Parameter, count: int) -> bool:
 
 @dataclass
 class Noted:
-    """What the experts were given in a forward, in the order of the calls.
+    """Inputs of the experts in a forward, in the order of the calls.
 
     Attributes:
         expert: number of the expert of each call.
@@ -162,7 +162,7 @@ class ListedExperts:
     def computed(
         self, experts: list[nn.Module], rows: Tensor, expert: Tensor, counts: list[int], called: list[bool]
     ) -> Tensor:
-        """What these experts make of rows, ``[n, width], [n] -> [n, other width]``; those not called do not run.
+        """Results of these experts for rows, ``[n, width], [n] -> [n, other width]``; those not called do not run.
 
         Args:
             experts: the experts.

@@ -208,11 +208,11 @@ def _tolerance_of(module: nn.Module) -> float:
 
 
 class _Unlike(Exception):
-    """What runs, but is no mixture."""
+    """Raised by a module that runs, but is not a mixture."""
 
 
 def _run_as_written(module: nn.Module, path: str, tokens: Tensor) -> tuple[Any, tuple[int, int]]:
-    """What a module gives for tokens, and the widths of what its experts are given and give."""
+    """A module's output for tokens, and the widths of its experts' inputs and outputs."""
     seen: set[tuple[int, int]] = set()
 
     def note(expert: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -261,7 +261,7 @@ def _compare_list(module: nn.Module, path: str, tokens: Tensor, whole: Any, widt
 
 
 def mixes_samples(module: nn.Module) -> str:
-    """What a module that routes tokens makes of the whole batch, so that replicas would do otherwise; "" if nothing.
+    """How a module's result depends on the whole batch, which replicas would change; "" if it does not.
 
     Hundreds of tokens, so that capacities are met.
 
@@ -307,7 +307,7 @@ def draws(module: nn.Module) -> bool:
 
 
 def _run_and_look(module: nn.Module, tokens: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What a module gives for tokens, and the numbers with gradients that it keeps on itself meanwhile."""
+    """A module's output for tokens, and the numbers with gradients that it keeps on itself meanwhile."""
     with unchanged(module):
         output = _leaves(module(tokens))
         kept = {

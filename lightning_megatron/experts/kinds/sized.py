@@ -80,7 +80,7 @@ class SizedExperts(LedExperts):
 
 
 def by_sizes(own: Callable[..., Tensor], rows: Tensor, expert: Tensor, sizes: Sequence[int], like: Sizes) -> Tensor:
-    """What the experts' own forward makes of rows, ``[n, h], [n] -> [n, h']``, where n is 0 too.
+    """Results of the experts' own forward for rows, ``[n, h], [n] -> [n, h']``; n may be 0.
 
     Args:
         own: the forward.

@@ -179,7 +179,7 @@ class LedExperts:
         expert: Tensor,
         made: Made,
     ) -> Tensor:
-        """What all experts make of rows, ``[n, h], [n] -> [n, h]``.
+        """Results of all experts for rows, ``[n, h], [n] -> [n, h]``.
 
         Args:
             module: the module.
@@ -200,7 +200,7 @@ class LedExperts:
         made: Made,
         deliver: Callable[[Compute], Tensor],
     ) -> Tensor:
-        """What ``deliver`` gives when it is told how this rank's experts are run; the others as in :meth:`_sent`."""
+        """The result of ``deliver``, told how this rank's experts are run; the others as in :meth:`_sent`."""
 
         if is_parametrized(module) and "_twin_of" not in vars(type(module)):
             raise RuntimeError(
@@ -282,7 +282,7 @@ def in_turns(rows: Tensor) -> list[Tensor]:
 
 
 def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tensor) -> Tensor:
-    """What the experts' own forward makes of rows, ``[n, h], [n] -> [n, h]``, where n is 0 too."""
+    """Results of the experts' own forward for rows, ``[n, h], [n] -> [n, h]``; n may be 0."""
     if len(rows):
         return own(*choice.of_rows(rows, expert)).flatten(0, -2)  # type: ignore[no-any-return]
     one = rows.new_zeros(1, rows.shape[1]) + rows.sum()  # gradients of the parameters are zeros then, and not None

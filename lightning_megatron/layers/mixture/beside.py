@@ -1,4 +1,4 @@
-"""What a mixture computes beside its experts, while tokens are on their way to them."""
+"""Runs a mixture's computation that does not need the experts while tokens are on their way to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Beside:
         self._found: Tensor | None = None
 
     def result(self) -> Tensor:
-        """What it gives; computed by the first who asks."""
+        """The result, computed on the first call."""
         if self._found is None:
             self._found = self._call()
         return self._found

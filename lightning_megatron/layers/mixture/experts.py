@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
 
 def _one(rows: Tensor, matrices: list[Tensor]) -> Tensor:
-    """What one expert makes of rows."""
+    """Output of one expert for rows."""
     up, *gate, down = matrices
     inner = F.silu(rows @ gate[0]) * (rows @ up) if gate else F.gelu(rows @ up)
     return inner @ down

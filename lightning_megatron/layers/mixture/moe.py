@@ -221,7 +221,7 @@ def balancing_loss(mean_scores: Tensor, choices: Tensor, tokens: Tensor) -> Tens
 
 
 def router_losses(module: nn.Module, *, balance: float = 0.0, z: float = 0.0, scope: str = "batch") -> Tensor:
-    """What the mixtures in ``module`` add to the loss of the step that has just called them.
+    """Losses that the mixtures in ``module`` add to that of the step that has just called them.
 
     Args:
         module: with one :class:`MoE` or more.
@@ -250,7 +250,7 @@ def router_losses(module: nn.Module, *, balance: float = 0.0, z: float = 0.0, sc
 
 
 def losses_of(mixture: MoE, balance: float, z: float, scope: str) -> Tensor:
-    """What one mixture adds; see :func:`router_losses`."""
+    """Losses of one mixture; see :func:`router_losses`."""
     choices, means, own = cast(tuple[Tensor, ...], (mixture.choices, mixture.mean_scores, mixture.z))
     term = mixture.sequence_balance
     if not balance:

@@ -72,13 +72,13 @@ class ClassLoss:
         return self._func(logits, target, reduction="sum", **self._options)  # type: ignore[no-any-return]
 
     def of_all(self, total: Tensor) -> Tensor:
-        """What torch returns, from the sum over the parts of all ranks; in its dtype, also under autocast."""
+        """The loss that torch returns, from the sum over the parts of all ranks; in its dtype, also under autocast."""
         if self._is_mean:
             total = total / self._mean_weight()
         return total if torch.is_autocast_enabled(total.device.type) else total.to(self._dtype)
 
     def _mean_weight(self) -> Tensor:
-        """What a mean over targets divides by: how many there are, or the sum of their classes' weights."""
+        """Divisor of a mean over targets: their number, or the sum of their classes' weights."""
         weight, kept = self._options["weight"], torch.ne(self.target, self._options["ignore_index"])
         if weight is None:
             return kept.sum()

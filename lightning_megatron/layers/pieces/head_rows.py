@@ -58,7 +58,7 @@ class Pieces:
 
 
 class _Values:
-    """Where the values of the step before stand among the arguments of a step."""
+    """Placeholder, among the arguments of a step, for the values of the step before."""
 
 
 VALUES = _Values()

@@ -1,4 +1,4 @@
-"""What may be done with logits before a loss asks for them: views of tokens, and functions of each token's classes."""
+"""Operations on logits before a loss asks for them: views of tokens, and functions of each token's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lets the forwards of layers read their parameters as they are, while a step sees them whole.
+"""Lets the forwards of layers read the local parts of their parameters while a step sees the parameters whole.
 
 Parameters change their class around the calls of the modules that compute with them. Calls nest, so each parameter has
 a count of those that are under way. What a step has put in the place of a parameter (``torch.func.functional_call``) is
@@ -18,7 +18,7 @@ from lightning_megatron.mesh.parts.names import lies_in, outwards
 
 
 class SeenParameter(Protocol):
-    """What is known about a parameter.
+    """Facts about a parameter.
 
     Attributes:
         inside: how many calls under way read it as it is.
@@ -30,13 +30,13 @@ class SeenParameter(Protocol):
 
 
 class ShowsWhole(Protocol):
-    """Who shows parameters whole: whether a step runs, and the class that they have then."""
+    """Shows parameters whole; knows whether a step runs, and the class that they have then."""
 
     runs: bool
     kind: type[nn.Parameter]
 
     def part_of_given(self, given: Tensor, parameter: nn.Parameter) -> Tensor:
-        """What a layer computes with where the step has put a tensor in the place of a parameter."""
+        """The local part that a layer computes with where the step has put a tensor in the place of a parameter."""
 
 
 class Read(NamedTuple):

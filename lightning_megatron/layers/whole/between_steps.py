@@ -325,7 +325,7 @@ class WholeView:
         return entry.parts, entry.parts.cut(data) if whole else data
 
     def _changes(self) -> float:
-        """What this rank changed in the hook, as a number."""
+        """This rank's changes in the hook, as a number."""
         total = 0.0
         with torch._C.DisableTorchFunctionSubclass():
             for entry, tensor in (*_alive(self._parameters), *_alive(self._gradients)):

@@ -38,7 +38,7 @@ class ShownFirst:
 
 
 class Split(Protocol):
-    """What a view needs to know of a split tensor."""
+    """Facts about a split tensor that a view of it needs."""
 
     @property
     def writes(self) -> int:

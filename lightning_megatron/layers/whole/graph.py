@@ -80,7 +80,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _roots(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any] | None]:
-    """Where a backward starts, with the parts of split tensors and of their gradients."""
+    """Roots of a backward, with the parts of split tensors and of their gradients."""
     several = _listed(outputs)
     if gradients is None:
         if any(isinstance(value, WholeTensor) for value in several):

@@ -186,7 +186,7 @@ class StepView:
         return found, any(asked != NOTHING for asked, _ in notes)
 
     def _part(self, number: int, version: float) -> tuple[ParameterParts, Tensor]:
-        """What another rank asks for: a parameter, or its gradient."""
+        """The parameter, or gradient, that another rank asks for."""
         parameter, entry = self._parameters[number // 2]
         parts = cast(ParameterParts, entry.parts)
         with torch._C.DisableTorchFunctionSubclass():
@@ -272,7 +272,7 @@ class StepView:
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
     def part_of_given(self, given: Tensor, parameter: nn.Parameter) -> Tensor:
-        """What a layer computes with where the step has put a whole tensor in the place of a parameter."""
+        """The part that a layer computes with where the step has put a whole tensor in the place of a parameter."""
         entry, value = self._entries[id(parameter)], self._shown(given)
         if entry.parts is None:
             return copy_to_group(value, self._group)

@@ -1,4 +1,4 @@
-"""What every rank of a group holds of one parameter: the parts put together, and the whole cut again."""
+"""The parts of one parameter on the ranks of a group: concatenated to the whole, and cut again."""
 
 from __future__ import annotations
 

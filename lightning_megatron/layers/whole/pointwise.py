@@ -23,7 +23,7 @@ def first_whole(values: Any) -> WholeTensor:
 
 
 def operand(model: WholeTensor, value: Any) -> Any:
-    """What meets the held part of ``model`` in a function that broadcasts: the operand's own held part.
+    """The held part of an operand that is broadcast against the held part of ``model``.
 
     Raises:
         NeedsWhole: the operand has more dims, or is cut in another way.

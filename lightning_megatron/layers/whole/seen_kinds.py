@@ -21,7 +21,7 @@ from lightning_megatron.mesh.torch_functions import getters, setters
 
 
 class ShowsBetween(Protocol):
-    """What these classes ask of a `WholeView`."""
+    """The interface of a `WholeView` that these classes use."""
 
     def touch(self, tensor: Tensor) -> None:
         """Gather a tensor whose values are about to be read."""
@@ -195,7 +195,7 @@ def user_hook(hook: Any) -> Callable[[Tensor], Any] | None:
 
 
 def answer_of(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor | None:
-    """What a gradient hook returned, or the gradient that it changed in place; ``None`` if it did neither."""
+    """Result of a gradient hook, or the gradient that it changed in place; ``None`` if it did neither."""
     before = gradient._version
     changed: Tensor | None = hook(gradient)
     return gradient if changed is None and gradient._version != before else changed

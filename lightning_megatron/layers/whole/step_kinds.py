@@ -14,7 +14,7 @@ from lightning_megatron.layers.whole.seen_kinds import NATIVE
 
 
 class ShowsInStep(Protocol):
-    """What these classes ask of a `StepView`."""
+    """The interface of a `StepView` that these classes use."""
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of torch that was given a parameter on what one process has in its place."""

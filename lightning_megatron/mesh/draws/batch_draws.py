@@ -1,4 +1,4 @@
-"""What a step draws for a batch, and not for each sample, drawn once for all of its micro-batches.
+"""Random numbers that a step draws once per batch, not per sample: drawn once for all micro-batches.
 
 A coin (``if torch.rand(()) < 0.5``), a time for all samples or the mask of a position table is one for the batch in one
 process. Micro-batches draw from streams of their own, where each would toss its own. A trial shows which draws have the

@@ -1,4 +1,4 @@
-"""What code did to build a module on the meta device, to be done again with memory for a part of it.
+"""Records the operations that build a module on the meta device, to repeat them with memory for a part of it.
 
 On the meta device constructors compute shapes only, and draw nothing. Their calls are noted in order, and done again
 later: each tensor gets the values that the same code gives it on the CPU, from the same random numbers, though only one
@@ -37,7 +37,7 @@ _RESHAPING = ("aten::set_", "aten::resize_")
 
 @dataclass(frozen=True)
 class MetaPlace:
-    """Where a tensor of the meta device lies.
+    """Position of a tensor of the meta device.
 
     Attributes:
         memory: number of its storage.
@@ -113,7 +113,7 @@ class Construction:
         return self._starts
 
     def place_of(self, tensor: Tensor) -> MetaPlace | None:
-        """Where a tensor of the meta device lies, if its values can be told."""
+        """Position of a tensor of the meta device, if its values can be told."""
         place = self._place(tensor) if self._number(tensor) is not None else None
         return place if place is not None and place.memory in self._known else None
 

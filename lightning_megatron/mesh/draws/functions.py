@@ -221,7 +221,7 @@ def _multinomial(draws: LayoutDraws, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def dropped(draws: LayoutDraws, name: str, given: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
-    """What a dropout sets to 0, as a mask."""
+    """Mask of the elements that a dropout sets to 0."""
     values = given if shape is None and type(given) is Tensor else None
     indices, key = draws.take(name, given.shape if shape is None else shape, given.device, values)
     return counters.below(indices, key, p)

@@ -85,7 +85,7 @@ def state_of(value: Any) -> State | None:
 
 @functools.lru_cache(maxsize=1024)
 def _reader(kind: type) -> Callable[[Any], Any] | None:
-    """What reads the state of values of a class, of which most have none."""
+    """Reader of the state of values of a class; most classes have none."""
     if issubclass(kind, Replayed):
         return operator.attrgetter("_at")
     if issubclass(kind, random.Random):

@@ -1,4 +1,4 @@
-"""Which samples of the global batch are here, and which elements of one process's tensor a drawn tensor has therefore.
+"""Finds which samples of the global batch are here, and which elements of one process's draw they get.
 
 Worked example: a batch of 8 on two replicas, in micro-batches of 2. Micro-batch 1 of replica 1 has samples 6 and 7, and
 draws a mask of shape [2, 3]; in one process that mask is [8, 3], and the rows that this one has of it are::
@@ -71,7 +71,7 @@ class Slice(NamedTuple):
 
 
 class Batched(NamedTuple):
-    """Where a drawn tensor has its samples.
+    """Layout of the samples in a drawn tensor.
 
     Attributes:
         dim: whose entries are samples, each of them ``each`` times.

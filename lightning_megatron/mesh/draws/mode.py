@@ -91,7 +91,7 @@ class LayoutDraws(TorchFunctionMode):
 
     @property
     def position(self) -> tuple[tuple[int, int], int]:
-        """Where in which segment the next draw is."""
+        """Segment of the next draw, and its index there."""
         return self._segment, self._number
 
     @position.setter
@@ -170,5 +170,5 @@ class LayoutDraws(TorchFunctionMode):
 
 
 def active_draws() -> LayoutDraws | None:
-    """What answers draws now; ``None`` where torch's generators do."""
+    """The mode that answers draws now; ``None`` where torch's generators do."""
     return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, LayoutDraws)), None)

@@ -57,5 +57,5 @@ class OneStream:
 
 
 def _place(numpy: Any) -> Any:
-    """What tells whether NumPy's generator has drawn."""
+    """Key that changes when NumPy's generator has drawn."""
     return None if numpy is None else (int(numpy[1][0]), *numpy[2:])

@@ -1,4 +1,4 @@
-"""Where a drawn tensor has the samples of its batch, learned from two runs of a step with unlike numbers of samples.
+"""Learns where a drawn tensor has the samples of its batch, from two runs of a step with unlike numbers of samples.
 
 A shape alone does not tell: ``[4, 8]`` may be 4 samples, or 4 heads. So the step runs once on a few samples and once on
 twice as many, and what doubles are the samples::
@@ -41,7 +41,7 @@ class Known(NamedTuple):
     batched: Batched | None
 
     def seen(self, shape: Sequence[int], count: int) -> Batched | str | None:
-        """Where a later draw of this place has its samples, or why it is another one.
+        """Position of the samples in a later draw of this place, or why it is another one.
 
         Args:
             shape: of what it draws.

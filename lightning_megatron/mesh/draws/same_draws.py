@@ -41,7 +41,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Drawn(NamedTuple):
-    """What ranks tell each other of the draws of a trial; see :class:`SameDraws`."""
+    """A rank's message about the draws of a trial; see :class:`SameDraws`."""
 
     narrow: bool
     apart: str
@@ -51,7 +51,7 @@ class Drawn(NamedTuple):
 
 
 class SameDraws:
-    """What the steps of some parts of a batch draw, in the order in which they draw it.
+    """The draws of steps on parts of a batch, in their order.
 
     Args:
         joins: number of a run -> the earlier runs whose samples it has, one behind the other.
@@ -86,7 +86,7 @@ class SameDraws:
         self._drawn: dict[tuple[int, int], list[Tensor]] = {}
 
     def told(self) -> Drawn:
-        """What other ranks are to hear of."""
+        """Message for the other ranks."""
         return Drawn(self.narrow, self.apart, frozenset(self.of_batch), frozenset(self._places), self.others)
 
     @contextmanager
@@ -164,7 +164,7 @@ def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
 
 
 def _given(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
-    """What the whole gets for ``own``: what all parts have drawn for the batch, or theirs joined."""
+    """Numbers that the whole gets for ``own``: what all parts have drawn for the batch, or theirs joined."""
     if parts and all(part.shape == own.shape and torch.equal(part, parts[0]) for part in parts):
         return parts[0].to(own.dtype, copy=True)
     return _joined(parts, own)

@@ -89,5 +89,5 @@ class CudaLink(HostLink):
 
 
 def link_for(device: torch.device) -> HostLink:
-    """What copies between ``device`` and host memory."""
+    """The link that copies between ``device`` and host memory."""
     return CudaLink(device) if device.type == "cuda" else HostLink()

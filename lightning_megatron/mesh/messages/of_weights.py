@@ -1,4 +1,4 @@
-"""Which messages bring weights to where they are used, and are none of the user's step.
+"""Marks messages that bring weights to where they are used, and are not part of the user's step.
 
 A trial of a step looks whether the step itself gathers over its replicas, whose batches then are one. Where replicas
 share weights, the messages of the layers pass in the same group.

@@ -1,4 +1,4 @@
-"""Where ranks tell each other of failures: the key-value store that they met at.
+"""Ranks tell each other of failures through the key-value store that they met at.
 
 ::
 
@@ -67,7 +67,7 @@ class StoreIsSilent(RuntimeError):
 
 
 class Board:
-    """What this rank writes into the store, and reads there.
+    """This rank's entries in the store, and what it reads of the others'.
 
     Args:
         store: of the run; other threads of this process may ask it as well.
@@ -161,5 +161,5 @@ class Board:
         self._seen = self._seen or Failure(0, self._layout.describe(0), self.lost(), DIED)
 
     def lost(self) -> str:
-        """What is said of the host of a store that does not answer."""
+        """Message for a store whose host does not answer."""
         return "died: its process hosts the store that the ranks met at, and the connection to it is closed."

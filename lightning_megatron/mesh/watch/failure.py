@@ -226,7 +226,7 @@ class FailureWatch:
         return self._board.gather(seconds)
 
     def message(self, failure: Failure) -> str:
-        """What this process prints when it ends because of ``failure``; empty if another process prints it."""
+        """The message printed when this process ends because of ``failure``; empty if another process prints it."""
         together = self._peers.same_output()
         if failure.kind == RAISED and failure.rank in together:
             return ""  # it prints its own traceback

@@ -1,4 +1,4 @@
-"""Where another thread is, read from outside, without ending the process.
+"""Reads from outside where another thread is, without ending the process.
 
 To look at another thread's frames (``sys._current_frames``, ``f_back``) makes frame objects. Before Python 3.12, making
 one may collect garbage at once, whose finalizers let the other thread go on and leave the very frame: what was made

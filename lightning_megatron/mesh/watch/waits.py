@@ -30,7 +30,7 @@ _MARK = "_raised_while_waiting"
 
 @dataclass(frozen=True)
 class Waiting:
-    """What is waited for.
+    """A wait: for what, and for which ranks.
 
     Attributes:
         what: in words.
@@ -67,7 +67,7 @@ class within:
         _entered.remove(self)
 
     def told(self) -> Waiting | None:
-        """What it is about, in words."""
+        """The subject, in words."""
         return self._tell(*self._about)
 
 

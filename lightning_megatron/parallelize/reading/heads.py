@@ -101,7 +101,7 @@ def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset
 
 
 def holders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the arguments that may hold tensors, such as a cache, are called in an error."""
+    """Names, for an error, of the arguments that may hold tensors, such as a cache."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     plain = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
     return [

@@ -49,7 +49,7 @@ from lightning_megatron.parallelize.trial.tokens import Tokens, check_layers, re
 
 @dataclass
 class SequencePlan:
-    """Where activations are split along the sequence and where they are whole.
+    """Plan of where activations are split along the sequence and where they are whole.
 
     Attributes:
         module: the module.

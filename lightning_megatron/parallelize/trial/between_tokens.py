@@ -21,7 +21,7 @@ from lightning_megatron.parallelize.reading.trace import Call, Trace
 
 @dataclass(frozen=True)
 class AllTokens:
-    """What a module that is given all tokens is given and gives that has tokens.
+    """Inputs and outputs with tokens, of a module that is given all tokens.
 
     Attributes:
         given: places or names of the arguments that are this tensor.

@@ -33,7 +33,7 @@ from lightning_megatron.parallelize.trial.training import TOLERANCE
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a layer is given and gives that has tokens, and is split with them.
+    """Inputs and outputs of a layer that have tokens, and are split with them.
 
     Attributes:
         given: places or names of arguments, the hidden state first.

@@ -33,7 +33,7 @@ class Trunk:
 
 @dataclass(frozen=True)
 class LayersHere:
-    """Which layers of a module this rank runs.
+    """The layers of a module that this rank runs.
 
     Attributes:
         module: the whole module.

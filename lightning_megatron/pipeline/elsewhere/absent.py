@@ -131,7 +131,7 @@ class Absent(Tensor):
         return make_absent(self.plain.detach(), self.part, _in_hook, self.absent_source)
 
     def _alias(self) -> Absent:
-        """What ``.data`` and ``detach()`` give: the same memory, so that to write there is to write here."""
+        """Result of ``.data`` and ``detach()``: the same memory, so that to write there is to write here."""
         return make_absent(self.plain.detach(), self.part, self.phase, self.absent_source, self.whole.shape)
 
     def _is_in_step(self) -> bool:

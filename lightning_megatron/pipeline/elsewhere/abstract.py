@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorShape:
-    """What is known of a tensor without its numbers."""
+    """Facts about a tensor without its numbers."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device

@@ -75,7 +75,7 @@ class StageSource:
     way_out: str = ""
 
     def remedy(self) -> str:
-        """What to do about a value that depends on it."""
+        """Advice about a value that depends on it."""
         if self.way_out or self.is_layer:
             return self.way_out or (
                 "What layers compute reaches later stages only through the arguments of the layers after them: pass "
@@ -90,7 +90,7 @@ class StageSource:
 
 
 class STATE:
-    """What runs now; one step at a time in a process.
+    """State of the running step; one step at a time in a process.
 
     Attributes:
         paused: above 0 while stand-ins are not told from other tensors; see :func:`unmarked`.
@@ -291,7 +291,7 @@ def forget_written() -> None:
 
 
 def source_of(value: Any) -> StageSource | None:
-    """What the numbers in ``value`` depend on that is on another stage; ``None`` if they are those of one process."""
+    """Source on another stage that the numbers in ``value`` depend on; ``None`` if they are those of one process."""
     if isinstance(value, Tensor):
         return value.source if type(value) is Away else value.__dict__.get("absent_source")
     items: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()

@@ -237,7 +237,7 @@ def function_of(entry: Any) -> Any:
 
 
 def cells_of(function: types.FunctionType) -> Iterator[Any]:
-    """What a function closes over."""
+    """Closure cells of a function."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

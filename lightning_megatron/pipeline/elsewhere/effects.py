@@ -1,4 +1,4 @@
-"""What a layer leaves behind besides its output, made known to the stages that skip it.
+"""Side effects of a layer, besides its output, made known to the stages that skip it.
 
 In one process the step may read what its layers kept: a balancing loss on each of them, a list that they append to,
 the size of their activations in a dictionary. A stage that skips a layer has none of it. So the stage that computes a
@@ -56,7 +56,7 @@ class Effect:
 
     @classmethod
     def of(cls, layer: int, change: Change) -> Effect:
-        """What a change is to other stages.
+        """A change as it is sent to other stages.
 
         Args:
             layer: the place in the trunk of the layer that made it.
@@ -66,7 +66,7 @@ class Effect:
 
     @property
     def entry(self) -> tuple[Address, Any]:
-        """What is changed: entry of a container."""
+        """The changed entry of a container."""
         return self.address, self.key
 
     def repeat(self, root: nn.Module, arguments: tuple[Any, ...]) -> Change | None:
@@ -111,7 +111,7 @@ class Effect:
         self.repeat(root, ())
 
     def place(self) -> str:
-        """Where it was written, in words."""
+        """Location of the write, in words."""
         words = "".join(_words(step) for step in self.address).lstrip(".")
         return f"`{words}`" if self.key is None else f"`{words}`, entry {self.key!r},"
 

@@ -1,4 +1,4 @@
-"""What a module of which not all is here lists: ``named_parameters``, ``named_buffers`` and ``state_dict``.
+"""Listings of a module of which not all is here: ``named_parameters``, ``named_buffers`` and ``state_dict``.
 
 On a stage these methods find its own tensors by themselves, as those of others are no parameters here. What is left
 to do: in a step nobody may sum over "all" parameters where only some are here; a layer of another stage lists stand-ins
@@ -30,7 +30,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sigh
 
 
 class _Listing:
-    """What is installed on a module: a copy of the module has one of its own, which asks the same stage."""
+    """Base of listings installed on a module: a copy of the module has one of its own, which asks the same stage."""
 
     _viewer: Viewer
 

@@ -56,7 +56,7 @@ class Sight(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed as one: a layer of the trunk, or a module or direct parameter outside it.
+    """A unit of placement: a layer of the trunk, or a module or direct parameter outside it.
 
     Attributes:
         name: dotted name.
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class TensorPlace:
-    """Where one parameter or buffer of the whole module is.
+    """Place of one parameter or buffer of the whole module.
 
     Attributes:
         part: name of the :class:`Part` that it belongs to, under this name or else its first; ``""`` for none.
@@ -96,7 +96,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Presence:
-    """Which of a module's parameters and buffers are on this rank: the one place that knows who owns what.
+    """Knows which of a module's parameters and buffers are on this rank: the one place that knows who owns what.
 
     Invariants: ``entries`` has every name of the whole module's ``state_dict`` on every rank, in the same order, with
     global shapes; each entry has at least one owner; tied parameters are one entry under several names.
@@ -247,7 +247,7 @@ class Presence:
         return frozenset(above for name in self.parts for above in outwards(parent(name)))
 
     def holders(self, name: str) -> Holders:
-        """Who holds parameter ``name``, and whether their gradients of it are partial sums.
+        """The stages and ranks that hold parameter ``name``, and whether their gradients of it are partial sums.
 
         Raises:
             RuntimeError: the parameter was registered after the module was cut.
@@ -282,7 +282,7 @@ class Presence:
 
 
 class Viewer(Protocol):
-    """What a presence asks about the running step of a module; implemented by its stage.
+    """A presence's view of the running step of a module; implemented by its stage.
 
     Attributes:
         presence: what is here.
@@ -293,7 +293,7 @@ class Viewer(Protocol):
     lists_all: bool
 
     def phase(self, *, lists: bool = False) -> Phase:
-        """What runs now; for a listing of parameters, a step behind its own backward counts as a hook."""
+        """The code that runs now; for a listing of parameters, a step behind its own backward counts as a hook."""
 
     def note_read(self) -> None:
         """Take note that user code has gone over all parameters of a module that has parts elsewhere."""

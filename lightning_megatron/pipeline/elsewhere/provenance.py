@@ -33,7 +33,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 
 class WatchPlan:
-    """Which runs of steps are watched: the first of each kind."""
+    """Chooses the runs of steps that are watched: the first of each kind."""
 
     def __init__(self) -> None:
         self._done: set[tuple[tuple[int, int], str]] = set()

@@ -1,4 +1,4 @@
-"""What a layer's code can write to besides its output: attributes, lists, dictionaries, globals, cells of closures.
+"""Finds what a layer's code can write to besides its output: attributes, lists, dictionaries, globals, closure cells.
 
 A layer keeps its auxiliary loss on itself, appends it to a list of the model or of a Python module, puts a number into
 a dictionary that a hook closes over, or into an object it was given. :class:`Reach` finds all of these by going through

@@ -1,4 +1,4 @@
-"""What remains, on one stage, of the parts that other stages own.
+"""Stand-ins on one stage for the parts that other stages own.
 
 A *hollow* module keeps its class, name, children and plain attributes, so code that reads them goes on working, but its
 parameters and buffers have become zero-stride tensors: the right shape, the bytes of one number. Called, it answers
@@ -247,7 +247,7 @@ class OutputShapes:
 
 
 def _constant(value: Any, depth: int = 0) -> Any:
-    """What can be told apart of a value without running code of its own: numbers, words and collections of them."""
+    """A description of a value that runs no code of its own: numbers, words and collections of them."""
     if isinstance(value, _SCALARS):
         return value
     name = type(value).__name__

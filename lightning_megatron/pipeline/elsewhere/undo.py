@@ -48,7 +48,7 @@ Entries = dict[Any, Any] | list[Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """What is inside of an object that code writes to in place: a tensor, a list, a set, the state of a generator.
+    """Contents of an object that code writes to in place: a tensor, a list, a set, the state of a generator.
 
     Attributes:
         value: the object.

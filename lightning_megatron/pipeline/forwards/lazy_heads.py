@@ -116,7 +116,7 @@ class LazyHeads:
         return any(parameter is table.weight for table in self._tables)
 
     def report(self) -> str:
-        """Which functions took logits in pieces, and which made them whole; of this rank."""
+        """Report of this rank: which functions took logits in pieces, and which made them whole."""
         lines = [f"logits in pieces of the tokens: {self.pieces.count}"]
         lines += [f"  in pieces {count:>6} x  `{name}`" for name, count in self.pieces.done.most_common()]
         lines += [f"  whole     {count:>6} x  `{name}`" for name, count in self.pieces.whole.most_common()]

@@ -1,4 +1,4 @@
-"""What the forward of a recomputed module has read and written besides its arguments and its output.
+"""State that the forward of a recomputed module has read and written besides its arguments and its output.
 
 A layer may count its calls, or follow its batches in buffers (batch norm, spectral norm). Running its forward again for
 the backward must neither count twice nor see the count of later micro-batches, and what it drew from Python's or

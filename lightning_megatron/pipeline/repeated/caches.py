@@ -86,7 +86,7 @@ class Caches:
         }
 
     def grown(self, before: dict[tuple[int, str, int], int]) -> tuple[Grown, ...]:
-        """What was added since."""
+        """The entries added since."""
         found = ((key, length - before.get(key, 0)) for key, length in self.lengths().items())
         return tuple(Grown(*key, more, self._rows(*key)) for key, more in found if more)
 

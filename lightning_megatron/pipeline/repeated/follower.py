@@ -44,7 +44,7 @@ class _Input:
 
 
 class _Form(NamedTuple):
-    """What a layer gives and does, as its first call has shown it.
+    """Form of a layer's output and side effects, as its first call has shown it.
 
     Attributes:
         output: with :class:`_Input` for a tensor like the hidden state.
@@ -58,7 +58,7 @@ class _Form(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What the other stages need to know about a call besides its output.
+    """Facts about a call, besides its output, that the other stages need.
 
     Attributes:
         grown: what it added to caches.
@@ -164,7 +164,7 @@ class CallFollower:
         return output
 
     def agreed(self, answer: Tensor, name: str) -> Tensor:
-        """What the first rank of the pipeline answers, which holds for all stages; all of them ask now.
+        """The answer of the pipeline's first rank, which holds for all stages; all of them ask now.
 
         Args:
             answer: this rank's.
@@ -225,7 +225,7 @@ class CallFollower:
         kwargs: dict[str, Any],
         caches: Caches,
     ) -> tuple[Any, bytes | None, tuple[Grown, ...]]:
-        """What a call gives here, what it left behind, and what it added to caches."""
+        """Result of a call here, its side effects, and what it added to caches."""
         refuse_away((args, kwargs, in_caches(args, kwargs)), f"an argument of `{name}`")
         containers = self._effects.containers(unit, name, *caches.bare(args, kwargs))
         before, lengths = Snapshot(containers), caches.lengths()
@@ -263,7 +263,7 @@ class CallFollower:
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument may decide what a layer does, alike on all stages: flags, types, and whether there is one."""
+    """The properties of an argument that may decide what a layer does, alike on all stages: flags, types, presence."""
     if isinstance(value, _FLAGS):
         return value
     if isinstance(value, Tensor):

@@ -197,7 +197,7 @@ class _Place:
 
 
 class _Surroundings:
-    """What torch keeps for each thread, as it is on the thread that makes this object."""
+    """Thread-local settings of torch, as they are on the thread that makes this object."""
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -166,7 +166,7 @@ class ModelCalls:
         return self._follower.groups is not None
 
     def agreed(self, answer: Tensor, name: str) -> Tensor:
-        """What the first rank of the pipeline answers, where code runs whose calls go through all stages.
+        """The answer of the pipeline's first rank, for code whose calls go through all stages.
 
         In a step that is not known to call the model repeatedly it is this rank's own answer: the step starts over when
         it calls the model again.

@@ -22,7 +22,7 @@ from lightning_megatron.pipeline.repeated.wire import Wire
 
 
 class RunsCalls(Protocol):
-    """What calls have to know of the step that runs; see :class:`~.with_gradients.TrainingFollower`."""
+    """The running step, as calls see it; see :class:`~.with_gradients.TrainingFollower`."""
 
     stage: int
     wire: Wire

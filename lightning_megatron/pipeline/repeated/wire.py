@@ -89,7 +89,7 @@ class _Rooms:
 
 
 class Wire:
-    """What one rank's stage says to all stages of its pipeline, and hears from them.
+    """Messages between one rank's stage and all stages of its pipeline.
 
     Args:
         group: the pipeline's process group.
@@ -166,7 +166,7 @@ class Wire:
             self._ahead = ahead
 
     def hear(self, stage: int, unit: int, name: str, caches: list[Any]) -> tuple[Any, Any]:
-        """What a layer or part of another stage gave, and the note.
+        """Output of a layer or part of another stage, and the note.
 
         Args:
             stage: the one that has it.

@@ -222,7 +222,7 @@ class TrainingFollower(CallFollower):
     def _computed(
         self, call: ToldCall, runs: Callable[..., Any], given: list[Any], spec: Any, caches: Caches
     ) -> tuple[Any, Note]:
-        """What a call gives here, with a graph that begins at its arguments, and what the others have to know of it."""
+        """Result of a call here, with a graph that begins at its arguments, and the note for the other stages."""
         name, unit, streams = call.name, call.unit, self.streams
         refuse_away(given, f"an argument of `{name}`")
         args, kwargs = pytree.tree_unflatten(call.takes(given), spec)

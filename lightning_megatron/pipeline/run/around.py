@@ -33,7 +33,7 @@ Call = Callable[[Any, int], Any]
 
 @dataclass
 class WholeBatch:
-    """What of a step runs once on the whole batch.
+    """The code of a step that runs once on the whole batch.
 
     Attributes:
         batch: all of it.
@@ -137,7 +137,7 @@ class Around:
             return self._fail(error, micro_batch, leaves or ())
 
     def _arriving(self, micro_batch: int) -> Boundary:
-        """What the first layer gets in a micro-batch; the code before the layers runs for the first of them."""
+        """Input of the first layer in a micro-batch; the code before the layers runs for the first of them."""
         if not self._before.leaves:
             sent = self._stage.run_before(self._whole.before, self._whole.batch, self._name).sent
             if lasts(sent.effects):

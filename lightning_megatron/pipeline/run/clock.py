@@ -1,4 +1,4 @@
-"""What really happened: when each computation of a step started and ended on this rank.
+"""Measured times: when each computation of a step started and ended on this rank.
 
 Waiting for a message is not part of a computation, so a recorded step is a
 :class:`~lightning_megatron.pipeline.timeline.Timeline` like a simulated one, with its gaps where the rank was idle. On

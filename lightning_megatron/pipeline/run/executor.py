@@ -200,7 +200,7 @@ class PipelineExecutor:
             self.keep(slot, run)
 
     def received(self, slot: Slot) -> Boundary:
-        """What the forward of ``slot``, which is about to run, goes on from."""
+        """The received tensors from which the forward of ``slot``, which is about to run, goes on."""
         self._switch_linears(slot.place)
         return self._inputs.pop(slot.place, None) or Boundary()
 
@@ -240,7 +240,7 @@ class PipelineExecutor:
         return None if last else run
 
     def _as_input(self, sent: Boundary, writes: bool) -> Boundary:
-        """What the next piece, on this very rank, receives: numbers of its own, if it may write into them, because this
+        """Input of the next piece, on this very rank: numbers of its own, if it may write into them, because this
         piece's backward may need them as they are.
         """
         tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
@@ -355,7 +355,7 @@ class PipelineExecutor:
         self._post(slot, 0, told.leaves, scatter=True)
 
     def announced(self, slot: Slot) -> Announcement:
-        """What the previous stage has announced that it will send. Blocks until it has arrived."""
+        """The previous stage's announcement of what it will send. Blocks until it has arrived."""
         told: Announcement = self.links.receive_object(slot.peer, slot.tag)
         return told
 

@@ -1,4 +1,4 @@
-"""What the executor is asked to run, and what it asks of the two sides that it runs between.
+"""The executor's input, and its interfaces to the two sides that it runs between.
 
 The executor knows neither Lightning nor how a module is cut: the user's step comes as a callable, the module as
 :class:`RunsStep`, the gradients as :class:`HearsFinal`.
@@ -22,14 +22,14 @@ from lightning_megatron.pipeline.stage.final_state import TRIAL
 
 
 class HearsFinal(Protocol):
-    """Where the gradients of a step collect, as far as the executor knows it."""
+    """Collector of a step's gradients, as far as the executor knows it."""
 
     def set_final(self, final: Final) -> None:
         """Declare which of the gradients from now on are the last of this step: all, none, or some by id."""
 
 
 class RunsStep(Protocol):
-    """What runs the user's step on this rank: one stage of a cut module, or the whole module as the only stage."""
+    """Runs the user's step on this rank: one stage of a cut module, or the whole module as the only stage."""
 
     stage: int
     schedule: Schedule | None

@@ -18,7 +18,7 @@ from lightning_megatron.pipeline.schedules.instructions import Instruction, Kind
 
 
 class Action(Enum):
-    """What the executor does at a slot."""
+    """Action of the executor at a slot."""
 
     FORWARD = auto()
     BACKWARD = auto()
@@ -78,7 +78,7 @@ class Slot:
         return "FORWARD" not in self.action.name
 
     def in_words(self) -> str:
-        """What a rank does here, for messages."""
+        """A description of this rank's action, for messages."""
         words = self.action.name.lower().split("_")
         what = {"wait": "arrival of the", "post": "receive of the", "send": "send of the"}.get(
             words[0], "computation of the"

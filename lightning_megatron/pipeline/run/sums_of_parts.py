@@ -107,7 +107,7 @@ class SumsOfParts(TorchFunctionMode):
             self._notes[id(tensor)] = _Note(tensor, parts, is_sum)
 
     def _line_of_user(self) -> FrameType | None:
-        """Where the step does it; ``None`` in code of this package, and in an optimizer of torch."""
+        """Line of the user's step; ``None`` in code of this package, and in an optimizer of torch."""
         frame: FrameType | None = sys._getframe(2)
         line: FrameType | None = None
         while frame is not None:

@@ -28,7 +28,7 @@ from lightning_megatron.pipeline.schedules.transfers import find_transfer_fault
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a schedule is wrong and why.
+    """A fault of a schedule: where, and why.
 
     Args:
         message: What is wrong, with the values.

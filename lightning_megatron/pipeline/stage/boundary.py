@@ -1,4 +1,4 @@
-"""What crosses between two stages in one micro-batch.
+"""The tensors that cross between two stages in one micro-batch.
 
 Autograd ends at a boundary and begins again on the other side. There a received tensor has to be the start of a graph
 and yet like any other inside a module: a layer may write into it, which autograd forbids for leaves. So it hangs on a
@@ -68,7 +68,7 @@ class Span:
 
 @dataclass
 class Boundary:
-    """What crosses between two stages in one micro-batch: the tensors, their description, and gradients come back.
+    """The values that cross between two stages in one micro-batch: tensors, their description, and returning gradients.
 
     Attributes:
         leaves: descriptions of the tensors.
@@ -153,7 +153,7 @@ class Boundary:
 
 
 class Announcement(NamedTuple):
-    """What a stage says of the tensors that it is about to send."""
+    """A stage's description of the tensors that it is about to send."""
 
     leaves: tuple[Leaf, ...]
     effects: tuple[Effect, ...] | None = None
@@ -180,7 +180,7 @@ class Announcement(NamedTuple):
 
 @dataclass
 class StageRun:
-    """What one forward of one virtual stage leaves behind until its backward.
+    """State of one forward of one virtual stage, kept until its backward.
 
     Attributes:
         received: inputs of the stage, where its autograd graph begins.

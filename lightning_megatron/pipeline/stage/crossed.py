@@ -63,6 +63,6 @@ class Crossed:
         return [self.filled.get(at) if leaf is None else leaf for at, leaf in enumerate(leaves)]
 
     def original(self, tensor: Tensor) -> Tensor:
-        """What arrived for a stand-in that could not become it; any other tensor itself."""
+        """The tensor that arrived for a stand-in that could not become it; any other tensor itself."""
         alias = self.aliases.get(id(tensor))
         return alias[1] if alias is not None else tensor

@@ -378,7 +378,7 @@ class StageCursor:
         return self.received.arrive(place) if writes else self.received.tensors[place]
 
     def received_at(self, place: int) -> Any:
-        """What arrived at ``place`` of the boundary, of global shape where its tokens are split."""
+        """The tensor that arrived at ``place`` of the boundary, of global shape where its tokens are split."""
         described = self.received.leaves[place].tokens
         if described is None or self.tokens is None:
             return self.received.tensors[place]

@@ -1,4 +1,4 @@
-"""What a step leaves on its layers in the end, behind the last line of the user's code.
+"""State of the layers at the end of a step, behind the last line of the user's code.
 
 Layers leave things behind, and the step's own code, on the stage that reaches it, reads them and may reset them. What
 is there afterwards is what one process has after the step, so all stages are told::
@@ -76,7 +76,7 @@ class FinalState:
                     self._reset[effect.entry] = now
 
     def set_back(self, effects: Iterable[Effect]) -> dict[tuple[str, Any], Any]:
-        """What the step has set behind the layers that had set it, before it is put back; where the step ends.
+        """Values that the step has set behind the layers which set them too, before they are put back; at its end.
 
         Args:
             effects: of all layers.
@@ -141,7 +141,7 @@ class FinalState:
         self._taken_back = set()
 
     def _now(self, effect: Effect) -> Any:
-        """What is there now; ``_NOWHERE`` if the step has taken away what was written to, as it does with a hook."""
+        """The present value; ``_NOWHERE`` if the step has taken away what was written to, as it does with a hook."""
         try:
             return Container(effect.address, resolve(self._root, effect.address)).read(effect.key)
         except (AttributeError, LookupError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What calls returned, without the numbers: told by the stage that computes a layer to those that skip it.
+"""Forms of calls' results, without the numbers: sent by the stage that computes a layer to those that skip it.
 
 A stage that skips a layer goes on with zeros of the shape that it would have returned. Nobody knows that shape better
 than the stage that ran it a moment ago: a layer may choose it by its data, or by an attribute that a hook has changed::
@@ -42,7 +42,7 @@ Form = tuple[Any, ...]
 
 @dataclass
 class Forms:
-    """What the layers, and the parts before them, have returned in one run of a step.
+    """Forms of the results of layers, and of the parts before them, in one run of a step.
 
     Attributes:
         layers: forms by the layer's number; of the n-th call inside of a container, by (number, n).

@@ -1,4 +1,4 @@
-"""What a step may not do with the layers of a cut module: call them twice, or leave one out."""
+"""Refuses steps that call a layer of a cut module twice, or leave one out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of one stage leave behind: noticed where they run, repeated where they are skipped.
+"""Side effects of the layers of one stage: noticed where they run, repeated where they are skipped.
 
 Looking costs time, so it depends on what was found (``bounds``: the layers of one virtual stage)::
 
@@ -197,7 +197,7 @@ class SideEffects:
         return id(self._root.get_submodule(at[0])) not in self._shared
 
     def _arrived(self) -> dict[int, list[Effect]]:
-        """What the layers before this stage's did in this micro-batch, by layer."""
+        """Effects of the layers before this stage's in this micro-batch, by layer."""
         if self._by_layer is None:
             self._by_layer = {}
             flat = [t for leaf, t in zip(self._received.leaves, self._received.tensors, strict=True) if leaf.index < 0]
@@ -344,7 +344,7 @@ class SideEffects:
         return self._known[index]
 
     def containers(self, place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
-        """What a call of a layer or part can write to; of a part that runs behind the layers, nothing is known.
+        """Containers that a call of a layer or part can write to; unknown of a part that runs behind the layers.
 
         Args:
             place: its number, or any other one.

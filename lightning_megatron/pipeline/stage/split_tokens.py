@@ -21,7 +21,7 @@ from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
 
 
 class SplitsTokens(Protocol):
-    """What splits the tokens of a module's steps."""
+    """Splits the tokens of a module's steps."""
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a layer that is about to run, its first tensor cut to this rank's rows."""
@@ -57,7 +57,7 @@ def become_split(stand_in: Tensor, split: WholeTensor) -> bool:
 def boundary_of(
     tensors: Sequence[Tensor], places: Sequence[int], effects: tuple[Effect, ...] | None, tokens: SplitsTokens | None
 ) -> Boundary:
-    """What is sent to the next stage.
+    """The boundary that is sent to the next stage.
 
     Args:
         tensors: the hidden state first.

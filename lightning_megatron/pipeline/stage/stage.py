@@ -100,7 +100,7 @@ class Stage:
         return next((stage for stage in found if stage is not None), None)
 
     def phase(self, *, lists: bool = False) -> Phase:
-        """What user code runs now: its step, or anything else; behind a backward of its own, it may list parameters
+        """The user code that runs now: its step, or anything else; behind its own backward, it may list parameters
         as in a hook.
         """
         between = lists and self.cursor.passes is not None and self.cursor.passes.is_between
@@ -145,7 +145,7 @@ class Stage:
                 self._follow(PartCall(self.cursor, self._numbers.get(name, -1), unit, sentinels[name]))
 
     def _follow_first_units(self) -> None:
-        """What runs before the layers tells later stages what it leaves behind, and runs in the first piece only."""
+        """Let what runs before the layers, in the first piece only, tell later stages its side effects."""
         if not self._begins:
             return
         for name in sorted(self.partition.before):

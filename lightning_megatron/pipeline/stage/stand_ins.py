@@ -1,4 +1,4 @@
-"""What calls give that a stage does not compute: in the form that the stage which computes them has told.
+"""Stand-ins for the results of calls that a stage does not compute, in the form told by the stage that does.
 
 Where nothing is told, because the step runs on a whole batch whose micro-batches alone have gone through the layers, or
 because a call returns objects of a class of its own, the forward is run without its numbers
@@ -55,7 +55,7 @@ class StandIns:
         self._watch = watch
 
     def all_forms(self) -> Forms:
-        """What all calls have given so far, here and on the stages before."""
+        """Forms of the results of all calls so far, here and on the stages before."""
         return self.noted if self.told is None else self.told.with_later(self.noted)
 
     def number(self, index: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class StandIns:
         return self._filled(form, call, first)
 
     def of_part(self, call: PartCall, args: Any, kwargs: Any) -> Any:
-        """What a part outside of the trunk gives."""
+        """Result of a part outside of the trunk."""
         place = self.number(call.index)
         form = None if self.told is None else self.told.parts.get(place)
         if form is None:

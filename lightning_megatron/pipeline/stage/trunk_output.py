@@ -55,7 +55,7 @@ def taken(output: Any, layer: str, *, leaves: bool) -> Boundary:
 
 @dataclass
 class JoinedBoundary(Boundary):
-    """What the last layer has given for all micro-batches of a batch.
+    """Outputs of the last layer for all micro-batches of a batch.
 
     Attributes:
         parts: by micro-batch.
@@ -130,7 +130,7 @@ def _are_alike(span: Span, whole: list[tuple[int, ...]], part: list[tuple[int, .
 
 
 def given(output: Any, joined: JoinedBoundary, layer: str) -> Any:
-    """What the last layer gives for the whole batch.
+    """Output of the last layer for the whole batch.
 
     Args:
         output: stand-in for it.

@@ -41,7 +41,7 @@ class ActivationParts:
 
 
 def parts(shape: ModelShape, recipe: Recipe) -> ActivationParts:
-    """What of a layer's activations always leaves, and what may."""
+    """The parts of a layer's activations that always leave, and those that may."""
     if recipe.activation_offload == "inputs":
         return ActivationParts(checkpoint_bytes(shape, recipe), 0.0)
     always = checkpoint_bytes(shape, recipe) + core_output_bytes(shape, recipe)

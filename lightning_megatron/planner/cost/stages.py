@@ -126,7 +126,7 @@ def _mixture_seconds(
     layer: LayerSeconds,
     recompute_share: float,
 ) -> StageSeconds:
-    """What a layer takes longer for being a mixture of experts instead of dense; all zero without mixtures."""
+    """Extra time of a layer for being a mixture of experts instead of dense; all zero without mixtures."""
     if not shape.experts:
         return StageSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     mixture = layer_seconds(shape, recipe, cluster.gpu, constants, mixture=True)

@@ -275,7 +275,7 @@ class Recipe:
         return f"{grid} b{self.micro_batch}{experts}"
 
     def savings(self) -> list[str]:
-        """What saves memory besides sharding and recomputation, in words; empty without any."""
+        """The memory savings besides sharding and recomputation, in words; empty without any."""
         method = f"{self.context_method}/{self.heads_over}" if self.rings > 1 else self.context_method
         found = [method] if self.context > 1 else []
         found += [f"loss/{self.loss_chunks}"] if self.loss_chunks > 1 else []

@@ -202,7 +202,7 @@ def _memory(best: Prediction, shape: ModelShape) -> str:
 
 
 def _given_up(best: Prediction) -> list[str]:
-    """What time and host memory were given for memory."""
+    """The time and host memory spent to save memory."""
     kept, away, repeated = best.recipe, best.recipe.activation_offload, repeated_share(best.recipe)
     said = ["layers are recomputed, or it would not fit"] if best.recomputed else []
     if isinstance(away, float | int):

@@ -1,4 +1,4 @@
-"""What a layout may give up for memory, in the order of what it costs: the first that fits is taken."""
+"""Memory savings that a layout may use, in the order of their cost: the first that fits is taken."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from lightning_megatron.mesh.messages.host_link import Copy, HostLink
 
 
 class CopyNotes(Protocol):
-    """What has something to say about the copies."""
+    """Source of remarks about the copies."""
 
     def report(self) -> str:
         """In words."""
@@ -153,7 +153,7 @@ class View:
 
 @dataclass
 class KeptCall:
-    """What one call of a layer keeps.
+    """The tensors that one call of a layer keeps.
 
     Attributes:
         name: of the layer.

@@ -15,7 +15,7 @@ _CHOICES = (
 
 @dataclass(frozen=True)
 class HostRequest:
-    """What is kept in host memory.
+    """The activations that are to be kept in host memory.
 
     Attributes:
         patterns: of the names of layers; ``None``: all of them.
@@ -35,7 +35,7 @@ class HostRequest:
 
     @property
     def words(self) -> str:
-        """What was asked for, as an option's value."""
+        """The request, as an option's value."""
         share: Any = "auto" if self.tokens is None else self.tokens
         if self.every > 1:
             return str({"every": self.every})
@@ -46,7 +46,7 @@ class HostRequest:
 
 
 def host_request(value: ActivationOffload) -> HostRequest | None:
-    """What ``activation_offload`` asks for.
+    """The request made by ``activation_offload``.
 
     Raises:
         ValueError: lists the choices.

@@ -22,14 +22,14 @@ from lightning_megatron.strategy.activations.token_calls import TokenCall
 
 
 class ActivationOptions(NamedTuple):
-    """What is asked for: kept in host memory, and run in pieces of the tokens."""
+    """Requests for activations: which are kept in host memory, and which modules run in pieces of the tokens."""
 
     host: HostRequest | None = None
     chunks: MlpChunks = None
 
     @classmethod
     def of(cls, offload: ActivationOffload, chunks: MlpChunks) -> ActivationOptions:
-        """What the strategy's options ask for."""
+        """The requests in the strategy's options."""
         return cls(host_request(offload), chunks)
 
 

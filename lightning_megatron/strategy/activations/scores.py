@@ -88,7 +88,7 @@ class Scores(TorchFunctionMode):
         """The product of scores with rows."""
 
     def told(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function says of the shape, dtype or device of scores."""
+        """Answer of a function that asks for the shape, dtype or device of scores."""
         return func(*args, **kwargs)
 
 

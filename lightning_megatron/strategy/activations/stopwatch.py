@@ -31,7 +31,7 @@ class Stopwatch:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What is done in it is not counted."""
+        """Stop the clock: time in this context is not counted."""
         begun = time.perf_counter()
         try:
             yield

@@ -142,7 +142,7 @@ class _Run:
         return tree_map(lambda value: value.local() if isinstance(value, RowShards) else value, found)
 
     def _kind(self) -> Any:
-        """What calls that save tensors alike have in common."""
+        """Key of a call: equal for calls that save tensors alike."""
         told = [_told(leaf) for leaf in tree_leaves(self.given)]
         split, module = isinstance(self.x, TokenShards), self.owner.module
         return (*told, module.training, self.autocast._enabled, split, puts_off(module))
@@ -226,7 +226,7 @@ class _Run:
         return self._part(tensor, place, source)
 
     def _of_core(self, tensor: Tensor, index: int, operands: tuple[Any, ...]) -> tuple[Any, TokenPlace | None, str]:
-        """Which operand of attention a saved tensor is."""
+        """The operand of attention that a saved tensor is."""
         if memory_of(tensor) == self.memory:
             return None, None, "input"
         for which, (operand, dim) in enumerate(operands):
@@ -347,7 +347,7 @@ class _Run:
         return rows_of_input(dense(rows), self.dim, self.length, runs, scope)
 
     def _learn(self) -> list[TokenPlace | None]:
-        """Where the tokens are in what the layer saves; it has run on all of them."""
+        """Learn where the tokens are in what the layer saves; it has run on all of them."""
         tokens, count = self.rows, min(self.rows // 3 + 1, self.rows - 1)
         self.input.copy.uses += 1
         for core in self.cores:

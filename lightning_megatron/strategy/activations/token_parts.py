@@ -1,4 +1,4 @@
-"""What a call of a layer keeps of which some tokens are computed again."""
+"""The tensors that a call of a layer keeps, of which some tokens are computed again."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Core:
 def sizes_of(
     call: KeptCall, moving: Sequence[tuple[UnplacedTensor, Tensor]], again: Sequence[View], clock: Stopwatch | None
 ) -> CallSizes:
-    """What a call saves, from one that is kept whole.
+    """Sizes of the tensors that a call saves, from one that is kept whole.
 
     Args:
         call: with its copies.
@@ -89,5 +89,5 @@ def sizes_of(
 
 
 def key_of(tensor: Tensor) -> Any:
-    """What tensors have in common that share a copy."""
+    """Key of a tensor: equal for tensors that share a copy."""
     return memory_of(tensor), tensor._version, *form_of(tensor)

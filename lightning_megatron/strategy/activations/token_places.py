@@ -1,4 +1,4 @@
-"""Where the tokens are in the tensors that a layer saves: learnt by running it once more on some of them.
+"""Learns where the tokens are in the tensors that a layer saves, by running it once more on some of them.
 
 A saved tensor has the tokens as a dim, or in one that they were flattened into: [batch * tokens, features] or [tokens *
 batch, features]. The same tensor of a run on ``m`` of ``n`` tokens has a dim that is shorter by as much, and in it the
@@ -44,7 +44,7 @@ class TokenPlace(NamedTuple):
 
 
 def place_in(saved: Tensor, part: Tensor, tokens: int, count: int, inner: bool) -> TokenPlace | None:
-    """Where the tokens are.
+    """The place of the tokens in a saved tensor.
 
     Args:
         saved: by a run on all of ``tokens``.

@@ -38,7 +38,7 @@ class _Nobody:
 
 
 class LayerScope(Scope):
-    """What the tensors of one run of a layer share.
+    """State that the tensors of one run of a layer share.
 
     Args:
         layer: its name.
@@ -131,7 +131,7 @@ def rows_of_input(rows: Tensor, dim: int, length: int, runs: Sequence[Run], scop
 
 
 def later_runs(runs: Sequence[Run], first: int) -> tuple[Run, ...]:
-    """What is left of a rank's runs without its ``first`` rows."""
+    """The remainder of a rank's runs without its ``first`` rows."""
     found, behind = [], 0
     for start, stop in runs:
         skipped = min(max(0, first - behind), stop - start)

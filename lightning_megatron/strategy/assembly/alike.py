@@ -154,7 +154,7 @@ Member = tuple[str, nn.Module, bool]
 
 
 def _units(module: nn.Module) -> list[list[Member]]:
-    """What is initialised together: a numbered layer with all its parts, children first, or a part outside them."""
+    """The units of initialisation: a numbered layer with all its parts, children first, or a part outside them."""
     units: dict[str, list[Member]] = {}
     for name, child in _children_first(module, "", set()):
         pending, unit = _holds_meta(child), unit_of(name)

@@ -1,4 +1,4 @@
-"""What a run needs of a module that has been divided over the ranks."""
+"""A module that has been divided over the ranks, with everything that a run needs of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembled:
-    """What a run needs of a module.
+    """A divided module, with everything that a run needs of it.
 
     Attributes:
         module: this rank's part.

@@ -160,7 +160,7 @@ class Assembler:
         return LayersHere(module, cut=stage.partition.trunk, owned=tuple(stage.presence.layers_here()))
 
     def _draws(self) -> LayoutDraws | None:
-        """What answers draws, where they are to be those of one process."""
+        """The mode that answers draws, where they are to be those of one process."""
         options = self._engine_options
         if options.random_streams != "layout":
             return None

@@ -87,7 +87,7 @@ def _source(function: Any) -> str:
 
 
 def _converted(part: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
-    """Which parameters have another dtype after a forward of a copy, and which."""
+    """Parameters that have another dtype after a forward of a copy, and that dtype."""
     before = {leaf: parameter.dtype for leaf, parameter in part.named_parameters()}
     copied = copy_of(part)
     first = next(copied.parameters())

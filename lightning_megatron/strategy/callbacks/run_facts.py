@@ -1,4 +1,4 @@
-"""What each rank knows of a run, as plain data to be gathered; and the run in one screen of text."""
+"""Facts of each rank about a run, as plain data to be gathered; and the run in one screen of text."""
 
 from __future__ import annotations
 

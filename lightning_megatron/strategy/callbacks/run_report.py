@@ -216,7 +216,7 @@ class RunReport(Callback):
             self._speed.append((step, self._per_step(trainer)[0] * len(latest) / sum(latest)))
 
     def _per_step(self, trainer: pl.Trainer) -> tuple[float, str]:
-        """What a batch of the run has, and its unit: tokens, where a sample is a row of them, else samples."""
+        """Size of a batch of the run, and its unit: tokens, where a sample is a row of them, else samples."""
         loader, strategy = trainer.train_dataloader, trainer.strategy
         replicas = strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
         batch = batch_size_of(loader)

@@ -1,1 +1,1 @@
-"""What steps of several replicas go on from, written from the samples of all of them."""
+"""State that steps of several replicas carry to the next step, written from the samples of all of them."""

@@ -1,4 +1,4 @@
-"""What steps of several replicas go on from, written from the samples of all of them.
+"""Writes the state that steps carry to the next step from the samples of all replicas.
 
 A queue of keys, a codebook that follows its vectors, a running maximum: a step writes it from the samples that it sees,
 and a later step reads it. One process sees those of all replicas. So before such a step runs, it runs once more on the
@@ -49,7 +49,7 @@ _ASKS = frozenset({"is_grad_enabled", "requires_grad", "grad_fn", "is_inference_
 
 
 class _OnePiece(NamedTuple):
-    """What the pass runs."""
+    """The batch of the pass, as one piece."""
 
     pieces: list[Any]
     joins: dict[int, tuple[int, ...]]
@@ -203,7 +203,7 @@ class AllSamples:
     def _written(
         self, call: Callable[[Any], Any], whole: Any, traces: Traces, names: Collection[Name]
     ) -> dict[Name, Any]:
-        """What a step on all samples writes of some names, on every stage of the pipeline."""
+        """Values of some names that a step on all samples writes, on every stage of the pipeline."""
         context, stages = self._context, self._context.stages
         call = context.gradients.on_parts(context.experts.ending(call) if stages.repeats is None else call)
         graphs = context.mesh.layout.pipeline > 1 or takes_gradients(self._module) or self._asks_for_graphs
@@ -249,7 +249,7 @@ class AllSamples:
         return again
 
     def _alike(self, mine: dict[Name, Any], *, any_draws: bool) -> dict[Name, Any]:
-        """What the pass has written on any stage, and has set back behind its layers; of replicas that draw unlike
+        """Values that the pass has written on any stage and set back behind its layers; of replicas that draw unlike
         numbers, what the first one has.
         """
         mesh, back = self._context.mesh, self._set_back
@@ -265,7 +265,7 @@ class AllSamples:
         return mine
 
     def _slot(self, name: Name, way: Any, written: Mapping[Name, Any]) -> _Slot | None:
-        """Where a value is on this rank; ``None`` where another stage has it."""
+        """Location of a value on this rank; ``None`` where another stage has it."""
         place = self._tables[name]
         values = None if place is None else found_again(self._module, place[0])
         if place is None or values is None:

@@ -1,4 +1,4 @@
-"""What is known of the values that steps go on from and write from the samples of their replica."""
+"""Facts about the values that steps carry to the next step and write from the samples of their replica."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Carried:
         self._said = apart
 
     def _unseen(self, tried: Tried, new: Mapping[Name, Any]) -> set[Name]:
-        """What the step's code stores to whatever the batch, or for many samples, and no trial has seen to change."""
+        """Values that the code stores whatever the batch, or for many samples, and that no trial has seen change."""
         counted = stored_behind_counts(self.called)
         stored = stored_names(self.called) | counted
         values = (*tried.traces.values(), *new.items(), *defaults_of(self._module, counted).items())

@@ -1,4 +1,4 @@
-"""What a step keeps of each sample of a batch for the next one, cut as a trial cuts the batch."""
+"""State that a step keeps of each sample of a batch for the next one, cut as a trial cuts the batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOTHING_KEPT = RowsOfPieces({}, 1, ())
 
 
 class KeptRows:
-    """What a step keeps of each sample for the next step, such as a hidden state, as far as trials have seen.
+    """State of each sample that a step keeps for the next step, such as a hidden state, as far as trials have seen.
 
     In a trial it is cut as the batch is. Where a later step reads it sample by sample, as one process does with all
     samples, a part of a batch has by itself the loss that it has in the whole; where all are brought together, which

@@ -210,7 +210,7 @@ def _stored_by(line: ast.stmt) -> Iterator[str]:
 
 
 def _changed(value: ast.expr | None) -> Iterator[str]:
-    """What calls change in place."""
+    """The objects that calls change in place."""
     for node in ast.walk(value) if value is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr

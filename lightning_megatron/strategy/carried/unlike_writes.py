@@ -1,4 +1,4 @@
-"""What a step has written otherwise on one replica than on another, though no trial has seen it: refused there.
+"""Refuses steps that have written otherwise on one replica than on another, though no trial has seen it.
 
 What steps go on from is written from the samples of all replicas where a trial has seen it written
 (:mod:`.all_samples`). A step may write behind a condition that no trial has met, and steps of manual optimization are
@@ -91,7 +91,7 @@ class UnlikeWrites:
         }
 
     def look(self) -> None:
-        """Where the step does not end, before other stages tell what they have written, and compare themselves."""
+        """Look at the writes where the step does not end, before other stages tell theirs and compare themselves."""
         self._looked = dict(self._written())
 
     def start(self) -> None:
@@ -139,7 +139,7 @@ class UnlikeWrites:
                 self._refuse(name)
 
     def _unchanged(self, name: Name) -> Told:
-        """What another replica has written, and this one has not."""
+        """Sums of a value on this replica, where another has written it and this one has not."""
         for table in self._tables:
             for key, value in table.values.items():
                 if isinstance(value, NUMBERS) and sendable((table.name, key), self._module) == name:
@@ -172,7 +172,7 @@ class UnlikeWrites:
         return attributes_set_by(self._module)
 
     def _looked_at(self, table: Table) -> list[tuple[Any, Any]]:
-        """What of a table the step may have written."""
+        """The values of a table that the step may have written."""
         keys, known = self._keys[id(table.values)]
         if is_due(self._steps, first=4):
             return list(table.values.items())
@@ -230,7 +230,7 @@ class UnlikeWrites:
 
 
 def _mark(value: Any) -> Any:
-    """What tells that a value was written to in place."""
+    """A mark that changes when a value is written to in place."""
     if isinstance(value, Tensor):
         return None if source_of(value) is not None or value.is_inference() else value._version
     if isinstance(value, _ENTRIES):

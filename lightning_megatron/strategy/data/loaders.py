@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 
 
 class Continuation:
-    """Where all loaders of a run go on.
+    """Positions from which all loaders of a run go on.
 
     Args:
         epoch: the epoch to continue, for samplers that shuffle by it.

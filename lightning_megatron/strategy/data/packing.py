@@ -155,7 +155,7 @@ class CollatePacked:
         return batch
 
     def _owners(self, lengths: list[Tensor], length: int) -> tuple[Tensor, Tensor]:
-        """Which document each token is of, and which are filler, which counts as one more."""
+        """Number of the document of each token; filler counts as one more."""
         if not self._documents:
             lengths = [of_row.sum(0, keepdim=True) for of_row in lengths]
         owners = torch.full((len(lengths), length), -1)

@@ -1,4 +1,4 @@
-"""Where a loader is in its data, and where a resumed run lets it go on: what checkpoints keep of it, as plain data."""
+"""Position of a loader in its data, as plain data for checkpoints, and how a resumed run goes on from it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Walk:
         self._iterator = weakref.ref(iterator)
 
     def state(self, loader: Any, fetched: int, ahead: int) -> dict[str, Any]:
-        """What :meth:`go_on` needs.
+        """State from which :meth:`go_on` continues.
 
         Args:
             loader: whose walk this is.

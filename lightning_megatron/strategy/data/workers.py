@@ -45,7 +45,7 @@ class PendingBatch:
     state: Any
 
     def pin_memory(self) -> PendingBatch:
-        """What the loader's thread calls, with ``pin_memory=True``."""
+        """Called by the loader's thread, with ``pin_memory=True``."""
         self.batch = pin_memory(self.batch)
         return self
 
@@ -132,7 +132,7 @@ class WorkerStates:
         return noted.batch
 
     def after(self, ahead: int) -> list[Any]:
-        """Where workers were after all batches given out but the last ``ahead`` (none or one)."""
+        """State of the workers after all batches given out but the last ``ahead`` (none or one)."""
         states = list(self.given_out)
         if ahead and self._before_last is not None:
             worker, state = self._before_last

@@ -1,1 +1,1 @@
-"""What validation and tests log over replicas, and keep for the hooks behind them."""
+"""Values that validation and tests log over replicas, and keep for the hooks after them."""

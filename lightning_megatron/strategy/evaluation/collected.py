@@ -1,4 +1,4 @@
-"""What callbacks collect of batches by themselves, which over replicas is of their own samples.
+"""Values that callbacks collect of batches by themselves, which over replicas are of their own samples.
 
 A callback may keep outputs in its own hook, and make something of them behind the loop::
 

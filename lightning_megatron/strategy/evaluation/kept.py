@@ -1,4 +1,4 @@
-"""What steps keep for the hooks behind their loop, made that of all replicas' samples.
+"""Values that steps keep for the hooks behind their loop, made those of all replicas' samples.
 
 A replica's steps see its own samples, and so does what they count and collect on the module. One process has those of
 all. How a value comes together is found out by a trial (:mod:`.logged`; :mod:`.tries` in training), for the names that
@@ -46,7 +46,7 @@ _TRIES = 4  # loops in whose first batch it is tried how values come together, a
 
 
 class KeptInLoop:
-    """What steps of one loop after another keep for the hooks behind it.
+    """Values that the steps of one loop after another keep for the hooks behind it.
 
     Args:
         module: the user's module.
@@ -154,7 +154,7 @@ class KeptInLoop:
         return {value: way for value, way in self._written(name).items() if is_in(value, read)}
 
     def _found(self, traces: Traces, names: Sequence[Name]) -> dict[Name, KeptValue]:
-        """Where values are, and what they were at the start of the loop."""
+        """Locations of values, and their contents at the start of the loop."""
         found = {}
         for name in names:
             if (kept := traces.start_of(name)) is not None:

@@ -49,7 +49,7 @@ _DIFFERS = 1e-9  # relative, of numbers that replicas log
 
 @dataclass
 class _Known:
-    """What is known of one kind of step, on the ranks that compute the loss.
+    """Facts about one kind of step, on the ranks that compute the loss.
 
     Attributes:
         reading: how what it logs combines.
@@ -218,7 +218,7 @@ class LoggedInEvaluation:
         sees: SeesGroup,
         kinds: Mapping[Name, Kinds],
     ) -> Outcome:
-        """What the step has logged, put together as the trial tells, and how what it writes comes together (as output);
+        """The step's logs, put together as the trial tells, and how what it writes comes together (as output);
         on the ranks that compute the loss.
         """
         known, group = self._known[name], self._context.mesh.group("data_parallel")
@@ -252,7 +252,7 @@ class LoggedInEvaluation:
         return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own), output=written)
 
     def _found(self, run: Tried, joins: Joins) -> Finding:
-        """What the logs of the pieces say."""
+        """Findings in the logs of the pieces."""
         loss = torch.float64 if not run.draws.narrow else torch.float32
         runs = [TrialRun(0.0, loss, logs) for logs in run.logs()]
         return joins.finding(runs)

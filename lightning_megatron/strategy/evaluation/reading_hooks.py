@@ -1,4 +1,4 @@
-"""Which hooks read what steps keep, and whether they know that there are replicas.
+"""Finds the hooks that read what steps keep, and whether they know that there are replicas.
 
 Since no hook behind an epoch is given the outputs of its steps, modules keep them by hand::
 
@@ -95,7 +95,7 @@ def names_only_collected(module: pl.LightningModule, callbacks: Iterable[Callbac
 
 
 def _getters(module: pl.LightningModule) -> Iterator[types.FunctionType]:
-    """What properties of the user's are computed by: any code may read them."""
+    """Functions that compute the user's properties: any code may read them."""
     kinds = type(module).__mro__[: type(module).__mro__.index(pl.LightningModule)]
     for value in (value for kind in kinds for value in vars(kind).values()):
         getter = value.fget if isinstance(value, property) else getattr(value, "func", None)

@@ -31,7 +31,7 @@ _PLACES = ("sum", "set")  # ways in which entries stay where they are
 
 @dataclass
 class ToldValue:
-    """What a replica tells the others of a value.
+    """A replica's message to the others about a value.
 
     Attributes:
         added: what it has added: a number, or the entries or rows of each batch; ``None`` where it did something else.
@@ -64,7 +64,7 @@ class KeptValue:
         self.ends = self.ends or [_length(self.start)]
 
     def now(self, module: nn.Module) -> Any:
-        """What it is; :data:`.MISSING` if it is there no more.
+        """The present value; :data:`.MISSING` if it is there no more.
 
         Args:
             module: the user's.
@@ -77,7 +77,7 @@ class KeptValue:
         self.ends.append(_length(self.now(module)))
 
     def tell(self, module: nn.Module, way: Any, batches: Sequence[Mapping[Any, float]]) -> ToldValue:
-        """What this replica has added.
+        """This replica's additions.
 
         Args:
             module: the user's.
@@ -125,7 +125,7 @@ class KeptValue:
             self._set(module, now, value)
 
     def together(self, now: Any, told: Sequence[ToldValue], way: Any) -> Any:
-        """What it is of all samples.
+        """The value of all samples.
 
         Args:
             now: what it is of this replica's.
@@ -153,7 +153,7 @@ class KeptValue:
         return sum(_counting(added, way), start)
 
     def _rows(self, now: Any, before: Any) -> list[Any] | None:
-        """What each batch has added at the end; ``None`` if anything else was done."""
+        """Entries that each batch has added at the end; ``None`` if anything else was done."""
         grows = all(one <= other for one, other in pairwise(self.ends)) and len(now) == self.ends[-1]
         if not grows or not (is_equal(now[: len(before)], before) or not len(before)):
             return None

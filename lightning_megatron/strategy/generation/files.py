@@ -1,4 +1,4 @@
-"""Where generated texts go while they come, so that a run that ends early goes on where it stopped.
+"""Files of generated texts, written while they come, so that a run that ends early goes on where it stopped.
 
 Each replica appends to a file of its own, a batch at a time; the first line of it says what was asked for. Once all
 prompts are done, the parts become one file in the order of the prompts::
@@ -54,7 +54,7 @@ def done(out: Path) -> set[int]:
 
 
 class PartFile:
-    """What a replica appends to; a line that an earlier run was writing when it was killed is taken off.
+    """A replica's part file; a line that an earlier run was writing when it was killed is removed.
 
     Args:
         file: to write.
@@ -94,7 +94,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _read(part: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """What a part was begun for, ``None`` if it has no first line, and its complete lines."""
+    """Request that a part was begun for, ``None`` if it has no first line, and its complete lines."""
     found = []
     for line in part.read_text(encoding="utf-8").split("\n")[:-1]:  # the last one has not ended
         try:

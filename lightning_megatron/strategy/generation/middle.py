@@ -1,4 +1,4 @@
-"""What a step has changed on the module where it waits for another stage, and takes back before its end.
+"""Changes of a step to the module where it waits for another stage, which are taken back before its end.
 
 Micro-batches of a step that calls the layers more than once run at once: one goes on while another waits. Each of them
 is to find what it has left, and not what the others have::
@@ -127,7 +127,7 @@ class Middle:
 
 
 class Exchanged:
-    """What micro-batches exchange when they take turns.
+    """Values that micro-batches exchange when they take turns.
 
     Args:
         slots: tables and keys.

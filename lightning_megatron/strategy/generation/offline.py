@@ -37,7 +37,7 @@ _ROUNDS = 4  # batches of a step, for each that is under way at once: between st
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated.
+    """Description of the texts to generate.
 
     Attributes:
         weights: a Hugging Face folder, or a checkpoint.

@@ -1,4 +1,4 @@
-"""Which steps of evaluation call the model repeatedly, and how they run under a pipeline.
+"""Finds the steps of evaluation that call the model repeatedly, and runs them under a pipeline.
 
 An ordinary step ends on each stage after its last layer. One that calls the layers again needs what the model gives on
 every stage, so all of its calls become passes through all stages (:mod:`lightning_megatron.pipeline.repeated`). Such
@@ -89,7 +89,7 @@ class Repeats:
         return self._known[name]
 
     def attempt(self, name: str) -> Attempt | None:
-        """What is needed to start a step over; ``None`` where that is known not to happen."""
+        """State to start a step over from; ``None`` where that is known not to happen."""
         return None if self.includes(name) else Attempt(self._module)
 
     def note(self, name: str) -> None:

@@ -95,7 +95,7 @@ class Requests:
         return {"input_ids": ids.to(device), "attention_mask": mask.to(device), **self._options}
 
     def found(self, batch: int, tokens: Tensor) -> dict[int, list[int]]:
-        """What follows each prompt of a batch, by its number: up to the first token that ends a text, and with it.
+        """Continuation of each prompt of a batch, by its number: up to and with the first token that ends a text.
 
         Args:
             batch: its number.

@@ -114,7 +114,7 @@ class _Ranks:
             yield
 
     def first_says(self, said: int) -> tuple[int, bool]:
-        """What the first rank says of its generation, and whether all of these ranks generate together.
+        """The first rank's answer about its generation, and whether all of these ranks generate together.
 
         Tasks of several batches at once are equal on all ranks, and need not ask. In a hook whose calls are served,
         some ranks may generate alone.

@@ -37,7 +37,7 @@ Places = Mapping[str, tuple[str, ShardSpec]]
 
 @dataclass(frozen=True)
 class Streaming:
-    """Where weights wait.
+    """Location where weights wait.
 
     Attributes:
         of: ``"cpu"`` or ``"disk"``.
@@ -52,7 +52,7 @@ class Streaming:
 
 
 def streaming_of(given: Streams) -> Streaming | None:
-    """What was asked for.
+    """The requested location and settings.
 
     Raises:
         ValueError: it is none of the values that there are.

@@ -162,7 +162,7 @@ class RegisteredHooks:
         return new
 
     def _registered(self) -> Iterator[tuple[Hashable, Hashable]]:
-        """Where and under which number a hook is registered, and where and of which code it is."""
+        """Place and number under which a hook is registered, and place and code that it comes from."""
         tables = [(0, str(at), hooks) for at, hooks in enumerate(GLOBAL_HOOKS)]
         for part in self._parts:  # few have any, and a step may look at all
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
@@ -174,7 +174,7 @@ class RegisteredHooks:
 
 
 def _code(hook: Any) -> Any:
-    """What stays the same where a function is made anew, as a closure is for each step."""
+    """Key of a function: equal where it is made anew, as a closure is for each step."""
     hook = getattr(hook, "func", hook)
     function = function_of(getattr(hook, "__func__", hook))
     return function.__code__ if isinstance(function, types.FunctionType) else type(hook)

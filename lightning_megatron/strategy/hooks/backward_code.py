@@ -66,7 +66,7 @@ class BackwardCode:
         return bool(self._seen) or self.unseen
 
     def take(self) -> str:
-        """What is fresh, once."""
+        """The findings since the last call."""
         fresh, self.fresh = self.fresh, ""
         return fresh
 
@@ -144,7 +144,7 @@ def _mention(names: set[str]) -> bool:
 
 
 def _names(module: nn.Module, root: nn.Module | None = None) -> set[str]:
-    """What the code of a module mentions, and of its hooks; of a part of ``root``, if that is given."""
+    """Names that the code of a module and of its hooks mentions; of a part of ``root``, if that is given."""
     reach = Reach(root or module, module, frozenset(), _MOST)
     reach.containers()
     names = {name for function in reach.functions for name in names_in(function.__code__)[0]}

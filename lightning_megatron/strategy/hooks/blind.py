@@ -1,4 +1,4 @@
-"""Which hooks cannot come to weights, by their source: those between two steps let weights stay spread over replicas.
+"""Finds hooks that cannot reach weights, by their source: between two steps they let weights stay spread over replicas.
 
 A hook is handed the module and the Trainer, so it could do anything with them. Most count, time and log::
 
@@ -98,7 +98,7 @@ def _stands_for_own(owner: Any, name: str, value: Any) -> bool:
 
 
 def _values(kind: type) -> Iterator[Any]:
-    """What a class holds beside methods."""
+    """Attributes of a class other than methods."""
     methods = (types.FunctionType, property, staticmethod, classmethod)
     for name, value in vars(kind).items():
         if not (isinstance(value, methods) or (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"):
@@ -114,7 +114,7 @@ def _functions(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _parameters(function: types.FunctionType, owner: str, called: bool = True) -> dict[str, str]:
-    """What the arguments of a method are, by name; ``any`` for those that may be anything.
+    """Kinds of a method's arguments, by name; ``any`` for those that may be anything.
 
     Args:
         function: the method.

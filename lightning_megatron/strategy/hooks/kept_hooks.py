@@ -24,7 +24,7 @@ Hooks = MutableMapping[int, Any]
 
 
 class HookTables:
-    """Where a module and all modules in it keep their hooks.
+    """The tables in which a module and all modules in it keep their hooks.
 
     Args:
         root: the module.

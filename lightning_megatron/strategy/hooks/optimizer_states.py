@@ -1,4 +1,4 @@
-"""What a step itself writes into the state of its optimizers, such as momenta that it halves or forgets.
+"""Writes of a step into the state of its optimizers, such as momenta that it halves or forgets.
 
 One process does so once per batch::
 
@@ -41,7 +41,7 @@ def _optimizers(module: nn.Module) -> list[Optimizer]:
 
 
 class StateTables:
-    """What the tables of optimizers' states hold at one moment.
+    """Contents of the tables of optimizers' states at one moment.
 
     Args:
         module: the user's module.

@@ -56,7 +56,7 @@ _MOST = 64  # functions that are read, expressions that are computed, and choice
 
 
 class Phases:
-    """What of a step's code depends on when it runs.
+    """The parts of a step's code that depend on when it runs.
 
     Args:
         module: the user's, whose ``training_step`` is read.
@@ -377,7 +377,7 @@ def _is_of_time(expression: ast.expr) -> bool:
 
 
 def _given(function: Any, call: ast.Call, scope: _Scope, *, bound: bool) -> dict[str, ast.expr]:
-    """What the parameters of a called function stand for."""
+    """Values of the parameters of a called function."""
     definition = definition_of(function)
     if definition is None or any(isinstance(each, ast.Starred) for each in call.args):
         return {}

@@ -40,12 +40,12 @@ _SERVED: ContextVar[ServedCalls | None] = ContextVar("served", default=None)
 
 
 def serving() -> ServedCalls | None:
-    """What serves the hook that runs, whose calls of split layers some ranks may make without the others."""
+    """Server of the hook that runs, whose calls of split layers some ranks may make without the others."""
     return _SERVED.get()
 
 
 class _Call(NamedTuple):
-    """What other ranks need to make a call too; tensors are on the CPU."""
+    """A call, as other ranks need it to make it too; tensors are on the CPU."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

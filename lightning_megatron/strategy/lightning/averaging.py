@@ -176,7 +176,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Own:
-    """What one callback does with its average and with the weights in use; named as its methods are."""
+    """Actions of one callback on its average and on the weights in use; named as its methods are."""
 
     def __init__(self, callback: Any, weights: ModelState, replaced: Replacements) -> None:
         self._callback, self._weights, self._replaced = callback, weights, replaced

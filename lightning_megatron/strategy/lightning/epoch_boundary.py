@@ -21,7 +21,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 
 
 class SavedAt(enum.Enum):
-    """Where in an epoch a checkpoint was saved."""
+    """Point of an epoch at which a checkpoint was saved."""
 
     INSIDE = "batches of the epoch are left"
     LAST_BATCH = "its batches are consumed, its validation is outstanding"
@@ -30,7 +30,7 @@ class SavedAt(enum.Enum):
 
 
 def place_of(loops: Mapping[str, Any]) -> SavedAt:
-    """Where the run was saved that ``loops`` is from."""
+    """Point of the epoch at which the run was saved that ``loops`` is from."""
     fit = loops["fit_loop"]
     progress, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
     batches = progress["current"]

@@ -181,7 +181,7 @@ def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
 
 
 def _methods_called(owner: Any, name: str, *, above: bool) -> list[Any]:
-    """What an attribute of an object is, and with ``above`` what it is in the classes above, for ``super().name``."""
+    """An attribute of an object, and with ``above`` those of the classes above it, for ``super().name``."""
     return [inspect.getattr_static(owner, name, None)] + [
         vars(kind).get(name) for kind in type(owner).__mro__ if above and _is_foreign(kind)
     ]

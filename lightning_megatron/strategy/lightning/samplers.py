@@ -62,7 +62,7 @@ class Samplers:
 
     @property
     def order(self) -> str | None:
-        """Whose order the training data is read in, for a checkpoint; ``None`` where the user's loaders are shards."""
+        """Name of the order of the training data, for a checkpoint; ``None`` where the user's loaders are shards."""
         if self._replaces:
             return self._order
         return OWN if self._mesh.layout.data == 1 else None

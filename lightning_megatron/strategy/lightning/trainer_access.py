@@ -144,7 +144,7 @@ _SKIPPED = _Skipped()
 
 
 class _Result(ClosureResult):
-    """What Lightning makes of a step's output; of a skipped step, that it has no loss."""
+    """Lightning's result of a step's output; of a skipped step, that it has no loss."""
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
@@ -259,7 +259,7 @@ def is_under_way(module: pl.LightningModule | None) -> bool:
 
 
 def training_data(module: pl.LightningModule) -> Any:
-    """What ``fit`` was given to train on: loaders, a datamodule or the module itself; ``None`` without a Trainer."""
+    """Training data given to ``fit``: loaders, a datamodule or the module itself; ``None`` without a Trainer."""
     trainer = module._trainer
     source = getattr(trainer.fit_loop, "_data_source", None) if trainer is not None else None
     return getattr(source, "instance", None)
@@ -333,7 +333,7 @@ def in_hook(module: pl.LightningModule, name: str) -> Generator[None, None, None
 
 
 def present(value: T | None, name: str) -> T:
-    """What a Trainer gives the strategy.
+    """The value, which a Trainer gives the strategy.
 
     Raises:
         RuntimeError: it has not given any: the strategy is used without a Trainer.
@@ -346,7 +346,7 @@ def present(value: T | None, name: str) -> T:
 
 
 def seed_workers(dataloader: Any, replica: int) -> None:
-    """Where Lightning would seed loader workers by global rank, seed them by replica."""
+    """Seed loader workers by replica where Lightning would seed them by global rank."""
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", 0) is None:
         dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=replica)
 

@@ -1,1 +1,1 @@
-"""What the user logs inside a step, made equal on every rank."""
+"""Values that the user logs inside a step, made equal on every rank."""

@@ -62,7 +62,7 @@ class CopiedContainer(NamedTuple):
 
 
 class Rebound(NamedTuple):
-    """What a run has bound anew in a container: values by key, and the keys that it took away."""
+    """Entries that a run has bound anew in a container: values by key, and the keys that it took away."""
 
     container: CopiedContainer
     values: dict[Hashable, Any]
@@ -157,7 +157,7 @@ class BatchCopy:
 
 
 def contents(container: Any) -> dict[Hashable, Any]:
-    """What a container holds, by key, index or name of attribute."""
+    """Contents of a container, by key, index or name of attribute."""
     if isinstance(container, dict):
         return container
     return dict(enumerate(container)) if isinstance(container, list) else vars(container)

@@ -1,4 +1,4 @@
-"""What the user's step writes into its batch: each run of the step finds the batch as it came, and hooks what one
+"""Writes of the user's step into its batch: each run of the step finds the batch as it came, and hooks what one
 process would have left.
 
 A stage runs the step once for each of its chunks of layers, and once for each micro-batch, where one process runs it
@@ -40,7 +40,7 @@ _SMALL = 1 << 16  # numbers in a tensor
 
 @dataclass
 class BatchChanges:
-    """What a step has left in its batch; the same on all stages.
+    """Changes of a step to its batch; the same on all stages.
 
     Attributes:
         tensors: by place among the batch's tensors, the numbers of those that were written.
@@ -167,7 +167,7 @@ def _at(batch: Any, path: Path) -> Any:
 def _joined(
     by_part: Mapping[int, Rebound], sizes: Sequence[int], path: Path, name: str
 ) -> tuple[dict[Hashable, Any], list[Hashable]]:
-    """What was bound anew in a list with an entry per sample, of which each micro-batch has some."""
+    """Entries bound anew in a list with an entry per sample, of which each micro-batch has some."""
     if any(part.removed or len(part.container.copy) != len(part.container.held) for part in by_part.values()):
         raise RuntimeError(_apart(path, name))
     values: dict[Hashable, Any] = {}
@@ -180,7 +180,7 @@ def _joined(
 def _merged(
     by_part: Mapping[int, Rebound], sizes: Sequence[int], weights: Sequence[float], path: Path, name: str
 ) -> tuple[dict[Hashable, Any], list[Hashable]]:
-    """What was bound anew in a container that each micro-batch has, by the values of all of them."""
+    """Entries bound anew in a container that each micro-batch has, by the values of all of them."""
     parts = [by_part[index] for index in sorted(by_part)]
     removed = parts[0].removed
     if len(parts) < len(sizes) or any(part.removed != removed for part in parts):

@@ -164,7 +164,7 @@ class Narrowed:
 
 
 def counts_for(logs: Mapping[str, Any], part: Any) -> dict[Any, float]:
-    """What a part of a batch counts in the means of logged numbers.
+    """Weight of a part of a batch in the means of logged numbers.
 
     Args:
         logs: by key, how values combine.

@@ -1,4 +1,4 @@
-"""What hooks log about gradients and weights, made equal on the ranks that each hold a part of the model.
+"""Values that hooks log about gradients and weights, made equal on the ranks that each hold a part of the model.
 
 ``self.log_dict(grad_norm(self, 2))`` in ``on_before_optimizer_step`` names the parameters that this rank holds: one
 stage's, and of split ones a slice. So what hooks log is held back until they are done, put together over the ranks of
@@ -75,7 +75,7 @@ class HookLog:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from others."""
+        """Key that tells it from others."""
         return self.hook, self.options["name"]
 
 

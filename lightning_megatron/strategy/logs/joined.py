@@ -35,7 +35,7 @@ _PLAIN = (str, bytes, bool, type(None))
 
 
 class NotJoinable(Exception):
-    """What a batch gives is not made of what its parts give; says which value."""
+    """Raised where a batch's result is not made of its parts' results; says which value."""
 
 
 class Unforeseen(Exception):
@@ -43,7 +43,7 @@ class Unforeseen(Exception):
 
 
 class Joined:
-    """What is known of one kind of step.
+    """Facts about one kind of step.
 
     Attributes:
         ways: by the place of a value, in which ways those of the parts may come together; none of them was ruled out.
@@ -97,7 +97,7 @@ class Joined:
             raise NotJoinable(spelled(path))
 
     def open(self) -> Iterator[Path]:
-        """Where several ways remain, of which trials could have ruled out some: a sum that is also the largest part."""
+        """Values with several ways left, some of which trials could rule out: a sum that is also the largest part."""
         for path, ways in self.ways.items():
             if ways and ways[0] not in _ALIKE:
                 kinds = {way if isinstance(way, str) and way != "sizes" else "mean" for way in ways}
@@ -110,7 +110,7 @@ class Joined:
         return {way for ways in rest if len(ways) > 1 for way in ways}
 
     def join(self, parts: Sequence[Any], weights: Weights, path: Path = ()) -> Any:
-        """What the batch gives, from what its parts give.
+        """Result of the batch, from the results of its parts.
 
         Args:
             parts: a nest for each, in order.
@@ -168,7 +168,7 @@ class Joint:
         return {(name, count): pair for name, each in found.items() for count, pair in each.items()}
 
     def output(self, outputs: Sequence[Any]) -> Any:
-        """What the step returns for the batch.
+        """Result of the step for the batch.
 
         Raises:
             Unforeseen: no trial has seen such values.

@@ -1,4 +1,4 @@
-"""What a step leaves on the module besides its result: attributes, buffers, lists it appends to.
+"""Leftovers of a step on the module besides its result: attributes, buffers, lists it appends to.
 
 ``self.outputs.append(loss)`` to be averaged in ``on_validation_epoch_end``, a counter, a running mean in a buffer. Two
 things have to be put right:

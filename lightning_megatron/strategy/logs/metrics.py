@@ -53,7 +53,7 @@ Shares = Mapping[int, float]
 
 @dataclass(frozen=True)
 class BatchValue:
-    """Where the value of a batch comes from.
+    """Source of the value of a batch.
 
     Attributes:
         metric: the copy that has seen the batch.
@@ -161,7 +161,7 @@ class MetricCalls:
             self._values[id(part)] = (part, BatchValue(copied, name))
 
     def behind(self, value: Any) -> BatchValue | None:
-        """Where the value of the batch comes from, if ``value`` is a metric, or what a metric's call returned."""
+        """Source of the value of the batch, if ``value`` is a metric, or what a metric's call returned."""
         if isinstance(value, Metric):  # without a value of its own in one process, Lightning logs nothing of a step
             return None if value._forward_cache is None else self._latest.get(id(value))
         found = self._values.get(id(value))

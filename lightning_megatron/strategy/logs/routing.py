@@ -1,4 +1,4 @@
-"""Where a call of ``self.log`` goes while a module runs under the strategy.
+"""Routes calls of ``self.log`` while a module runs under the strategy.
 
 ::
 

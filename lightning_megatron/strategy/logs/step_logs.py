@@ -65,7 +65,7 @@ class LogKey:
 
 @dataclass
 class StepLogs:
-    """What a step logged.
+    """The logs of a step.
 
     Attributes:
         keys: logged keys.
@@ -262,7 +262,7 @@ class LogRecorder:
         return {name: record.batch_size for (name, _), record in self._records.items()}
 
     def logged(self) -> dict[str, Logged]:
-        """What the one part of a batch that ran has logged as numbers."""
+        """Numbers logged by the one part of a batch that ran."""
         records = {name: record for (name, _), record in self._records.items() if record.is_number}
         return {
             name: Logged(
@@ -288,7 +288,7 @@ class LogRecorder:
         device: torch.device,
         joined: Mapping[tuple[str, int], tuple[Any, Any]] = MappingProxyType({}),
     ) -> StepLogs:
-        """What was logged, aggregated over the micro-batches of this replica.
+        """The logs, aggregated over the micro-batches of this replica.
 
         Args:
             device: where tensors live.
@@ -335,7 +335,7 @@ class LogRecorder:
 
 
 def _weights(record: _Recorded, how: Any) -> list[float]:
-    """What each value of a number counts."""
+    """Weight of each value of a number."""
     return [counts[how.weigh] for counts in record.counts] if isinstance(how, Mean) else record.weights
 
 

@@ -1,4 +1,4 @@
-"""What the last stage's step writes beside the attributes of the user's module, for the other stages.
+"""Writes of the last stage's step beside the attributes of the user's module, for the other stages.
 
 A module between the layers counts its calls, the step counts in a dictionary of its Python module or draws from a
 generator behind the layers. The stages before the last do not get that far, and go on from what they have. Looking
@@ -84,7 +84,7 @@ class WrittenBeside:
                 self._before[table.address, key] = None
 
     def changes(self) -> Iterator[tuple[Place, Any]]:
-        """What was written since the snapshot, by backwards too."""
+        """Writes since the snapshot, by backwards too."""
         looked, self._looked = self._looked, None
         if looked is not None:
             self._note(looked)

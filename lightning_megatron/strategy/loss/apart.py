@@ -131,7 +131,7 @@ class AroundTrial:
                 self._traces.put_back()
 
     def written(self) -> tuple[set[Name], set[Name]]:
-        """What this rank's stages write in a step on the whole batch, and what of it in the code around the layers."""
+        """Writes of this rank's stages in a step on the whole batch, and those of the code around the layers."""
         return self._writes[False], self._writes[True]
 
     def verdict(self, device: torch.device, narrowest: Callable[[Tensor], torch.dtype]) -> str:

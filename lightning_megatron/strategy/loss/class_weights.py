@@ -93,7 +93,7 @@ class ClassWeighted(Counted):
 
 
 def class_weights_of(module: nn.Module, mesh: ParallelMesh) -> Mapping[str, tuple[float, ...]]:
-    """What may be weights of classes on a module: name -> them; nothing for one replica, which needs none.
+    """Possible weights of classes on a module, by name; nothing for one replica, which needs none.
 
     Args:
         module: the user's.

@@ -38,7 +38,7 @@ from lightning_megatron.strategy.step.step_context import StepContext
 
 @dataclass
 class Cut:
-    """What the micro-batches of a batch count.
+    """Weights of the micro-batches of a batch.
 
     Attributes:
         weights: in means.
@@ -190,7 +190,7 @@ class Cuts:
         return parts, cut
 
     def uncut(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> Cut:
-        """What a batch that one stage runs uncut counts, beside those of the other replicas; arguments as above."""
+        """Weight of a batch that one stage runs uncut, beside those of the other replicas; arguments as above."""
         self.mixing.begin()
         if self._tries_uncut or self.weighs:
             with self.mixing.counts.aside(always=True):
@@ -254,7 +254,7 @@ class Cuts:
         self.weighs = self._says_weight or (self._unlike and self._options.whole_batch_loss is not False)
 
     def asks(self, parts: Sequence[Any]) -> Asks | None:
-        """What tells the stages that a step leaves its batch out; ``None`` where no step does."""
+        """Tells the stages that a step leaves its batch out; ``None`` where no step does."""
         if not self._skips.may or len(parts) > 1:
             return None
         return self._skips.asks(self._stages.share, self._context.device)
@@ -335,7 +335,7 @@ class Cuts:
         return self._skips.whole
 
     def _turns(self, parts: Sequence[Any]) -> Exchanged | None:
-        """What the micro-batches exchange, if they take turns."""
+        """The exchange among the micro-batches, if they take turns."""
         if self.trials.turns or len(parts) > 1:
             self._say_turns(self.trials.turns, len(parts))
         return self.trials.exchanged if len(parts) > 1 else None

@@ -359,7 +359,7 @@ def _kind_of_new(before: Any, left: Sequence[Any]) -> str:
 
 
 def _mark(value: Any) -> Any:
-    """What tells that a value was written to in place."""
+    """A mark that changes when a value is written to in place."""
     if isinstance(value, Tensor):
         elsewhere = value.__class__ is Absent or value.__class__ is Away  # another stage judges it
         return None if elsewhere or value.is_inference() else value._version

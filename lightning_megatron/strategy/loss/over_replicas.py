@@ -1,4 +1,4 @@
-"""What a step of several replicas has to do with the batches of the others, found out by trying.
+"""Dependence of a step of several replicas on the batches of the others, found out by trying.
 
 In one process all samples are of one batch. Replicas have a loss each, whose gradients are averaged, which is that of
 one process for a mean over samples. Where a replica's batch runs uncut, its loss is tried on parts of it as well: a
@@ -84,7 +84,7 @@ class SeesGroup(TorchDispatchMode):
 
 
 class OverReplicas:
-    """What the trials of a run have to do with several replicas.
+    """The part of a run's trials that concerns several replicas.
 
     Args:
         mesh: the grid.
@@ -116,7 +116,7 @@ class OverReplicas:
         self._has_routers: bool | None = None
 
     def pieces_of(self, batch: Any, *, apart: bool = False, say: bool = True) -> TriedParts | None:
-        """What to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
+        """The pieces to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
 
         Args:
             batch: of this replica.
@@ -216,7 +216,7 @@ class OverReplicas:
         return name[0] not in self._layers and is_in(name, self.collected)
 
     def kept_of(self, joins: Joins, of: TriedParts) -> RowsOfPieces:
-        """What steps before have kept of the samples of a trial. Collective over the replicas, where it is of two.
+        """State that earlier steps kept of the samples of a trial. Collective over the replicas, where it is of two.
 
         Args:
             joins: the pieces.

@@ -1,4 +1,4 @@
-"""What a trial of the loss runs: some neighbouring micro-batches, two of them at once, and the user's step on each."""
+"""Pieces of a trial of the loss: some neighbouring micro-batches, two of them at once, and the user's step on each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FEW = 4  # samples at once, of fewer of which some losses look like means
 
 
 class TriedPieces(Protocol):
-    """What a trial runs; see :class:`Joins`."""
+    """The pieces that a trial runs; see :class:`Joins`."""
 
     @property
     def pieces(self) -> Sequence[Any]:
@@ -56,7 +56,7 @@ class TriedPieces(Protocol):
 
 
 class ToldOfTrial(NamedTuple):
-    """What the ranks tell each other of a trial.
+    """The ranks' messages to each other about a trial.
 
     Attributes:
         own: what :meth:`.OverReplicas.own_values` gives.
@@ -86,7 +86,7 @@ class ToldOfTrial(NamedTuple):
 
 
 class Joins:
-    """What a trial runs: some neighbouring micro-batches, each two neighbours at once, and four if two are too few.
+    """Runs of a trial: some neighbouring micro-batches, each two neighbours at once, and four if two are too few.
 
     Args:
         batch: the whole.
@@ -226,14 +226,14 @@ class Tried:
         return verdict._replace(whole=whole, alone=verdict.alone | self._unmet())
 
     def _unmet(self) -> set[Name]:
-        """What the step goes on from and has not written here, but would where a batch has many samples of a kind."""
+        """Values that the step goes on from, not written here, but where a batch has many samples of a kind."""
         stored = stored_behind_counts(functions_of_step(self.traces.module))
         values = (*self.traces.values(), *defaults_of(self.traces.module, stored).items()) if stored else ()
         names = {name for name, value in values if is_stored(name, value, stored)}
         return self.traces.lasting(names) & names.difference(*self._changes)
 
     def joins(self) -> list[Join]:
-        """What parts have written, and what they have at once."""
+        """Writes of the parts, each alone and both at once."""
         return [
             Join([self._changes[at] for at in pair], self._changes[both], self._weights(both), self.traces.assigned)
             for both, pair in self._pieces.joins.items()
@@ -244,7 +244,7 @@ class Tried:
         return self._metrics.mixed(self._pieces.joins, self._weights, cut=cut)
 
     def drawn(self, watched: BatchDraws | None = None, *, cut: bool = True) -> Drawn:
-        """What other ranks are to hear of the draws; compiled code draws for a batch in each micro-batch.
+        """Message about the draws for other ranks; compiled code draws for a batch in each micro-batch.
 
         Args:
             watched: knows what else the step may draw, behind conditions.
@@ -264,7 +264,7 @@ class Tried:
         return bool(self.draws.of_batch) and has_compiled(self.traces.module)
 
     def _weights(self, both: int) -> Weights:
-        """What the parts of a join count, in the ways in which a mean of theirs may be weighed."""
+        """Weights of the parts of a join, in the ways in which a mean of theirs may be weighed."""
         pieces = self._pieces.pieces
         parts = [pieces[index] for index in self._pieces.joins[both]]
         counts = {way: [float(way(part)) for part in parts] for way in candidates(pieces[both], *parts)}
@@ -272,7 +272,7 @@ class Tried:
         return {"sizes": sizes, **{way: each for way, each in counts.items() if all(each)}}
 
     def changes(self, piece: int) -> Changes:
-        """What the step has written in one of the pieces."""
+        """Writes of the step in one of the pieces."""
         return self._changes[piece]
 
     def is_by_sample(self, name: Name) -> bool:
@@ -311,7 +311,7 @@ class Tried:
                     self._recording.constant.discard(name)
 
     def logs(self) -> list[dict[str, Logged]]:
-        """What was logged as numbers, run by run."""
+        """Logged numbers, run by run."""
         return [recorder.logged() if recorder is not None else {} for recorder in self.recorders]
 
 

@@ -1,4 +1,4 @@
-"""What the user is told of how a batch is cut and weighed: a line where the answer is not the mean over samples."""
+"""Messages to the user about how a batch is cut and weighed: a line where the answer is not the mean over samples."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Asks:
 
 
 class Skips:
-    """What is known of a module's steps.
+    """Facts about a module's steps that may leave batches out.
 
     Args:
         module: the user's.
@@ -150,7 +150,7 @@ def _own_method(value: ast.expr) -> str:
 
 
 def _returned(body: Sequence[ast.stmt]) -> Iterator[ast.expr | None]:
-    """What the ``return`` statements of a function give, without those of functions inside of it."""
+    """Values of the ``return`` statements of a function, without those of functions inside of it."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue

@@ -1,4 +1,4 @@
-"""What a run of the user's step writes: noted, and put back.
+"""Writes of a run of the user's step: noted, and put back.
 
 A step may count its calls, keep a running mean, append to a list, draw from a generator. A trial of the step must leave
 none of it behind; and what the steps of the parts of a batch write must add up to what the step of the whole batch
@@ -172,7 +172,7 @@ class Traces:
             now.put_back()
 
     def tables(self, names: Sequence[Name]) -> list[tuple[Table, Any]]:
-        """Where the values called ``names`` are kept."""
+        """Tables in which the values called ``names`` are kept."""
         found = []
         for name, key in names:
             tables = [(table, kept) for table, kept in self._kept if table.name == name]
@@ -180,7 +180,7 @@ class Traces:
         return found
 
     def start_of(self, name: Name) -> tuple[Table, Any] | None:
-        """Where a value is kept and what it was, or :data:`MISSING`; ``None`` if its table was not there."""
+        """Table and starting value of a value, or :data:`MISSING`; ``None`` if its table was not there."""
         kept = [each for each in self._kept if each[0].name == name[0]]
         if not kept:
             return None

@@ -69,7 +69,7 @@ _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have bee
 
 
 class LossTrials:
-    """What is known of the losses of a run.
+    """Findings about the losses of a run.
 
     Args:
         context: what steps run on.
@@ -109,7 +109,7 @@ class LossTrials:
         self.turns, self.exchanged = "", Exchanged()
 
     def read(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> Reading:
-        """What the loss of ``batch`` is made of; runs a trial where one is due. Collective over the replicas.
+        """Composition of the loss of ``batch``; runs a trial where one is due. Collective over the replicas.
 
         Args:
             call: the user's step, taking a (micro-)batch.
@@ -333,7 +333,7 @@ class LossTrials:
             self.exchanged = self.exchanged.joined(middle)
 
     def _passes(self) -> Repeats | None:
-        """What runs steps that call the layers more than once, if they do."""
+        """Runner of steps that call the layers more than once, if they do."""
         repeats = self._stages.repeats
         return repeats if repeats is not None and repeats.includes("training_step") else None
 

@@ -1,4 +1,4 @@
-"""What the loss of a batch is made of, read from the losses of two of its parts and of both together.
+"""Composition of the loss of a batch, read from the losses of two of its parts and of both together.
 
 ::
 
@@ -76,7 +76,7 @@ class Counted:
 
 
 def candidates(*batches: Any) -> list[Counted]:
-    """What all of some batches could be weighed by: tensors of integers, and of weights, one row per sample.
+    """Possible weights, present in all of some batches: tensors of integers, and of weights, one row per sample.
 
     A list of one tensor per sample has as many tensors as samples, so a place that one batch has another may lack.
     """
@@ -153,7 +153,7 @@ class TrialRun:
 
 @dataclass
 class Finding:
-    """What one trial says; of several replicas, what all of them say.
+    """Findings of one trial; of several replicas, those that all of them share.
 
     Attributes:
         fits: the ways of weighing after which the loss is that of the whole, each with its distance; ``None`` stands
@@ -211,7 +211,7 @@ class Finding:
             self.fits, self.logs, self.tells, self.opaque, self.failed = {weigh: 0.0}, {}, True, False, ""
 
     def joined(self, others: Sequence[Finding]) -> Finding:
-        """What all findings say."""
+        """The findings that all share."""
         every = [self, *others]
         fits = {way: max(one.fits[way] for one in every) for way in self.fits if all(way in one.fits for one in every)}
         logs: dict[str, dict[Any, float]] = {}
@@ -307,7 +307,7 @@ def _tell(values: Sequence[float], whole: float) -> bool:
 
 
 def _both(one: Mapping[str, dict[Any, float]], other: Mapping[str, dict[Any, float]]) -> dict[str, dict[Any, float]]:
-    """What both say, each way with the larger distance; what one of them says of a key that the other lacks."""
+    """Findings of both, each way with the larger distance; those of one for a key that the other lacks."""
     joined = dict(one)
     for key, ways in other.items():
         known = one.get(key, ways)
@@ -342,7 +342,7 @@ class Reading:
     undecided: str = ""
 
     def after(self, found: Finding) -> Reading:
-        """What is known after a further trial."""
+        """The findings after a further trial."""
         if not self.tried:
             fits = found.fits
         else:

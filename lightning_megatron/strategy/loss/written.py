@@ -1,4 +1,4 @@
-"""What the steps of the parts of a batch write, against the step of all of it.
+"""Compares what the steps of the parts of a batch write with what the step of the whole writes.
 
 One process runs its step once per batch, and what the step reads of its own earlier writes is of earlier batches. So
 each micro-batch finds what the first one found, and what they leave is put together behind the last of them
@@ -43,7 +43,7 @@ each); or a mean, by its way to weigh. The first is the usual one."""
 
 @dataclass
 class Join:
-    """What some neighbouring parts of a batch have written, and what these have at once.
+    """Writes of some neighbouring parts of a batch, and of the same at once.
 
     Attributes:
         parts: changes by each of them, from one and the same state.
@@ -163,7 +163,7 @@ def _kinds_of_list(before: Any, apart: Sequence[Any], together: Any, weights: We
 
 
 class Written:
-    """What a step writes, as far as trials have seen it.
+    """Values that a step writes, as far as trials have seen it.
 
     Attributes:
         slots: name -> where it is, how it comes together, and in which run of a micro-batch it is written, if by a
@@ -225,7 +225,7 @@ def common_kinds(told: Sequence[Mapping[Name, Kinds]]) -> dict[Name, Kinds]:
 
 
 def tail_of(before: Any, now: Any) -> list[Any] | None:
-    """What was appended; ``None`` if anything else was done."""
+    """The appended entries; ``None`` if anything else was done."""
     earlier, later, most = list(before), list(now), getattr(before, "maxlen", None) or 0
     for count in range(len(later) + 1):
         tail = later[len(later) - count :]

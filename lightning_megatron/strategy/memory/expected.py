@@ -1,4 +1,4 @@
-"""What the planner expects a run to hold, rank by rank, and what other options would give back."""
+"""The memory that the planner expects a run to take, rank by rank, and what other options would save."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def expected(trainer: pl.Trainer, module: pl.LightningModule) -> ExpectedRun | s
 
 @dataclass(frozen=True)
 class OptionSaving:
-    """What an option would give back.
+    """Memory that an option would save.
 
     Attributes:
         arguments: of the strategy, in words.

@@ -1,4 +1,4 @@
-"""Which kind of bytes a tensor of a run is: weights, gradients, state of the optimizer, activations, or something else.
+"""Assigns tensors of a run to kinds of memory: weights, gradients, state of the optimizer, activations, or other.
 
 ::
 
@@ -65,7 +65,7 @@ def buckets_of(gradients: ModelGradients) -> list[Bucket]:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter], gradients: ModelGradients) -> Iterator[Tensor]:
-    """Whatever holds gradients of a module's parameters now."""
+    """The object that holds gradients of a module's parameters now."""
     for bucket in buckets_of(gradients):
         yield from (each for each in (bucket.flat, bucket.own, bucket.sent) if each is not None)
     yield from (parameter.grad for parameter in parameters if parameter.grad is not None)

@@ -49,7 +49,7 @@ class _Memory:
 
     @property
     def final_kind(self) -> str:
-        """What it turned out to be."""
+        """Its kind, once known."""
         return self.kind or ("activations" if self.forward and self.outlived else "buffers")
 
 

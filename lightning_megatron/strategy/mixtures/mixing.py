@@ -46,7 +46,7 @@ _ROUNDING = 4 * torch.finfo(torch.float32).eps  # of a loss: many models weigh e
 
 
 class _Found(NamedTuple):
-    """What a trial has shown.
+    """Findings of a trial.
 
     Attributes:
         router: name of one whose gradient is of the whole batch, or "".
@@ -256,7 +256,7 @@ class MixingTrials:
         return look
 
     def _try(self, call: Callable[[Any], Any], pieces: list[Any], sees: _Sees, *, full: bool = False) -> _Found | None:
-        """What a trial of two parts of a batch, and of both at once, has shown; ``None`` where it could not run.
+        """Findings of a trial of two parts of a batch, and of both at once; ``None`` where it could not run.
 
         Args:
             call: the user's step.

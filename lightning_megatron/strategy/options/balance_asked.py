@@ -1,4 +1,4 @@
-"""What ``expert_balance`` asks for."""
+"""The values of ``expert_balance``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Balance:
 
     @classmethod
     def asked(cls, value: ExpertBalance) -> Balance:
-        """What a value of the option means.
+        """Meaning of a value of the option.
 
         Raises:
             ValueError: it is none of those that are known.

@@ -1,4 +1,4 @@
-"""What context parallelism cannot be combined with, refused before any work starts."""
+"""Refuses what context parallelism cannot be combined with, before any work starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What experts on several ranks cannot be combined with, refused before any work starts."""
+"""Refuses what experts on several ranks cannot be combined with, before any work starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner is asked to choose, and what it is told: refused where a layout is both given and left to it."""
+"""The planner's choices and inputs; refuses a layout that is both given and left to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer in host memory needs of the run, the optimizers and the hosts, found out before the first step."""
+"""Requirements of an optimizer in host memory on the run, the optimizers and the hosts, checked before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def host_plan(
     gradients: ModelGradients, module: nn.Module, optimizers: Sequence[Optimizer], processes: Processes,
     least: Independence, *, assembles: bool,
 ) -> HostPlan | None:  # fmt: skip
-    """Which part of the optimizers is kept in host memory; ``None`` if not asked for. Collective over the world.
+    """The part of the optimizers that is kept in host memory; ``None`` if not asked for. Collective over the world.
 
     Args:
         gradients: of the module.
@@ -108,7 +108,7 @@ def _bytes(count: int, dtype: torch.dtype, optimizers: Sequence[Optimizer]) -> f
 
 
 def _too_little(asked: Offload, need: float) -> str | None:
-    """What is wrong with the room on this host for all of its ranks; collective over the world."""
+    """Reports too little room on this host for all of its ranks; collective over the world."""
     here = (socket.gethostname(), str(asked.folder or ""))
     rooms = objects.gather((here, need))
     together, ranks = sum(n for place, n in rooms if place == here), sum(place == here for place, _ in rooms)

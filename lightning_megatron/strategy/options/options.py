@@ -326,12 +326,12 @@ class Options:
 
     @property
     def balance_of(self) -> str | None:
-        """Whose balancing losses are meant: ``"replica"``, each replica's; ``None``, those of the whole batch."""
+        """The replicas whose balancing losses are meant: ``"replica"`` for its own; ``None`` for the whole batch's."""
         return "replica" if Balance.asked(self.expert_balance).per_replica else None
 
     @property
     def details(self) -> dict[str, Any]:
-        """What a checkpoint notes of the layout besides the sizes of the axes."""
+        """A checkpoint's notes about the layout besides the sizes of the axes."""
         schedule = self.pipeline_schedule if isinstance(self.pipeline_schedule, str) else "custom"
         return {
             "schedule": schedule,

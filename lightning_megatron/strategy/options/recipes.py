@@ -56,7 +56,7 @@ def arguments_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def _not_there(recipe: Recipe) -> str | None:
-    """What a recipe has that the strategy has not, with what comes nearest; ``None`` where it has all."""
+    """A setting of the recipe that the strategy lacks, with the nearest one; ``None`` where it has all."""
     if recipe.sharding == "zero2":
         return "`sharding='zero2'` is its `sharding='fsdp', gradient_sum='micro_batch'`, which shards weights too"
     if recipe.sharding == "hsdp" and recipe.shard is None:

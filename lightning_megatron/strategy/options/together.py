@@ -1,4 +1,4 @@
-"""What cannot be combined with a way of spreading the model: questions that each of them asks, refused alike."""
+"""Refuses what cannot be combined with a way of spreading the model; each of these ways asks the same questions."""
 
 from __future__ import annotations
 

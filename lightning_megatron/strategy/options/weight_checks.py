@@ -1,4 +1,4 @@
-"""What weights spread over replicas cannot be combined with, refused before any work starts."""
+"""Refuses what weights spread over replicas cannot be combined with, before any work starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint notes of the adapters of a module, so that they can be exported without building the module.
+"""Notes in a checkpoint about the adapters of a module, so that they can be exported without building the module.
 
 Which tensors belong to an adapter, and under which names its own library stores them, is asked of that library (peft)
 where the module lives. Only names and numbers are noted; the tensors are in the checkpoint as any others.

@@ -304,7 +304,7 @@ class _CheckpointWriter(BoxWriter):
 
     @property
     def meta(self) -> bytes:
-        """What is stored beside the tensors, on the first rank."""
+        """Content that is stored beside the tensors, on the first rank."""
         return self._small.get(META, b"")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

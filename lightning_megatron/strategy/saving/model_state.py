@@ -138,7 +138,7 @@ class ModelState:
     def match(
         self, kinds: Kinds, saved_aliases: Mapping[str, str] | None = None, prefixes: Mapping[str, str] | None = None
     ) -> Match:
-        """Which stored tensor each tensor of the whole module is loaded from; collective over the pipeline.
+        """Match each tensor of the whole module with the stored one to load it from; collective over the pipeline.
 
         Args:
             kinds: shape and dtype of every stored tensor.

@@ -1,4 +1,4 @@
-"""Which checkpoint ``ckpt_path="last"`` means: the newest that is whole, by its completion marker.
+"""Finds the checkpoint of ``ckpt_path="last"``: the newest that is whole, by its completion marker.
 
 Lightning finds what ``ModelCheckpoint(save_last=True)`` has saved under a name of its own, and begins anew without one.
 So it is here: other checkpoints alone are no run to go on with. Where there is such a run, a newer checkpoint is taken

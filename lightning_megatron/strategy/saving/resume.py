@@ -1,4 +1,4 @@
-"""What a run is besides weights and optimizers: where its random numbers and its data stand, and how it is laid out.
+"""State of a run besides weights and optimizers: positions of its random numbers and data, and its layout.
 
 Random states and loaders differ between replicas and are equal on the stages and tensor ranks of one, so the first
 rank collects them from the ranks of its own row of the grid.

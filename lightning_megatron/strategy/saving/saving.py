@@ -1,4 +1,4 @@
-"""What a run keeps: states of modules and optimizers, checkpoints, and going on from them.
+"""Saves and restores a run: states of modules and optimizers, checkpoints, and resuming from them.
 
 Lightning asks for whole states; a rank holds parts. Everything here is named and shaped as in one process, so that
 what one layout saves any other can load.
@@ -178,7 +178,7 @@ class Saving:
         return others | touched | {name: pieces for name, (_, pieces) in wanted.items()}
 
     def _fitting(self, path: Any, kinds: Kinds, tied: Mapping[str, str], strict: bool) -> Match:
-        """Which tensor of the checkpoint at ``path`` each of the module's is loaded from; collective.
+        """Match each of the module's tensors with one of the checkpoint at ``path``; collective.
 
         Raises:
             RuntimeError: the module's names or shapes are not those of the checkpoint, and ``strict``.
@@ -204,7 +204,7 @@ class Saving:
         self._io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint keeps for this package; whole on global rank 0."""
+        """This package's section of a checkpoint; whole on global rank 0."""
         mesh, layout = self._mesh, self._mesh.layout
         tied, presence = aliases(self._module), self._engine.model_gradients.presence
         extra = {n: v for n, v in checkpoint["state_dict"].items() if not isinstance(v, (Tensor, PiecedTensor))}

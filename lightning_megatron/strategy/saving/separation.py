@@ -1,4 +1,4 @@
-"""What of Lightning's checkpoint is written as tensors, by name, and what beside them, in ``meta.pt``."""
+"""Separates the tensors of a Lightning checkpoint, stored by name, from the rest, which goes into ``meta.pt``."""
 
 from __future__ import annotations
 

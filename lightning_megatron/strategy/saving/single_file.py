@@ -41,7 +41,7 @@ class SingleFile:
 
     @property
     def directory(self) -> str:
-        """Where the ranks save."""
+        """Directory in which the ranks save."""
         return self._directory.path
 
     def write(self) -> Exception | None:

@@ -67,7 +67,7 @@ class OneStage:
     is_behind_layers = True  # nobody waits for what is before it
 
     def set_back(self) -> Mapping[tuple[str, Any], Any]:
-        """What layers have set is seen as it is in the end."""
+        """Nothing: values that layers have set stay as they are at the end of the step."""
         return {}
 
     def note_missing(self, error: Exception) -> None:
@@ -271,7 +271,7 @@ class SeveralStages:
             torch.backends.mha.set_fastpath_enabled(fastpath)
 
     def _connection(self) -> _Connection:
-        """What carries tensors to the other stages, opened in the first step of a run."""
+        """Connection to the other stages, opened in the first step of a run."""
         if self._opened is None:
             links = self._world.links(self._mesh, self._device, self._equal_boundaries())
             finality = StageFinality(self._module, self._stage.presence)

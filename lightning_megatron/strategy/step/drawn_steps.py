@@ -35,14 +35,14 @@ _REPEATED = "the step calls the model repeatedly, and stages run only their part
 
 
 class _Pieces(NamedTuple):
-    """What a trial of draws runs."""
+    """Runs of a trial of draws."""
 
     pieces: list[Any]
     joins: dict[int, tuple[int, ...]]
 
 
 class Drawing:
-    """Which samples each micro-batch of a step has, and what is known of the step's draws.
+    """Assigns samples to the micro-batches of a step, and knows what was learned of the step's draws.
 
     Args:
         context: what steps run on.

@@ -1,4 +1,4 @@
-"""The two ways of running a batch on this rank, what they share, and which one a batch takes.
+"""The ways of running a batch on this rank, their shared context, and the choice of one for each batch.
 
 The engine owns what a run needs (stages, gradients, logs) and knows nothing of Lightning's hooks; the strategy calls
 it.

@@ -174,7 +174,7 @@ class EqualStages:
 def comparisons(
     module: nn.Module, stage: Stage | None, gradients: ModelGradients, processes: Processes, *, wanted: bool
 ) -> tuple[EqualReplicas | None, EqualStages | None]:
-    """What compares the weights of a run's replicas, and of its stages: ``None`` where there is one of them.
+    """Comparisons of the weights of a run's replicas, and of its stages: ``None`` where there is one of them.
 
     Args:
         module: this rank's part of the user's module.

@@ -50,7 +50,7 @@ class RunWhole(StartOver):
 
 @dataclass
 class _Known:
-    """What is known of one kind of step, equal on all ranks of a replica but for ``joined``.
+    """Facts about one kind of step, equal on all ranks of a replica but for ``joined``.
 
     Attributes:
         joined: how values come together; on the ranks that compute the loss.

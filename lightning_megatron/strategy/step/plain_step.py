@@ -90,7 +90,7 @@ class PlainStep:
         return self._weighed(output) if automatic and self._share != 1.0 else output
 
     def _weighed(self, output: Any) -> Any:
-        """What the step gives, with a loss whose mean over the replicas is that of all samples."""
+        """Result of the step, with a loss whose mean over the replicas is that of all samples."""
         if isinstance(output, Mapping):
             return {**output, "loss": output["loss"] * self._share} if "loss" in output else output
         return output * self._share if isinstance(output, Tensor) else output

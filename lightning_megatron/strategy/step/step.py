@@ -1,4 +1,4 @@
-"""What a step gives: the protocol of a step, its outcome, and the mean of outcomes over replicas.
+"""The protocol of a step, its outcome, and the mean of outcomes over replicas.
 
 ::
 
@@ -26,7 +26,7 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 
 @dataclass
 class Outcome:
-    """What a step left behind, equal on every rank of a pipeline.
+    """Results of a step, equal on every rank of a pipeline.
 
     Attributes:
         logs: what was logged.
@@ -51,7 +51,7 @@ class Outcome:
     batch: BatchChanges | None = None
 
     def training_output(self) -> Any:
-        """What ``training_step`` returned, for the whole batch: the loss, or a dict with it."""
+        """Return value of ``training_step`` for the whole batch: the loss, or a dict with it."""
         if self.output is None:
             return self.loss
         return {"loss": self.loss, **self.output}
@@ -153,11 +153,11 @@ class ReplicaMean:
             outcome.logs.rows[index, 0] = combine(key.how, values, weights)
 
     def values(self, index: int) -> Tensor:
-        """What each replica has logged in a row of the latest outcome."""
+        """The values that each replica has logged in a row of the latest outcome."""
         return self._logged[:, index, 0]
 
     def unlike(self, tolerance: float) -> list[bool]:
-        """Which rows of the latest outcome have other values on some replica.
+        """Whether each row of the latest outcome has other values on some replica.
 
         Args:
             tolerance: relative.
@@ -170,6 +170,6 @@ class ReplicaMean:
         return told
 
     def _told(self) -> waits.Waiting:
-        """What :meth:`finish` waits for, in words."""
+        """Description of the wait in :meth:`finish`."""
         what = f"loss and logged values over {waits.members(self._group)}"
         return waits.Waiting(what, waits.ranks_of(self._group))

@@ -1,4 +1,4 @@
-"""What every way of running a step on a rank stands on: the rank's stages, its streams, logs, gradients and options."""
+"""The shared context of all ways to run a step on a rank: stages, random streams, logs, gradients and options."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What steps, and trials of steps, of one module run on.
+    """Context in which the steps, and the trials of steps, of one module run.
 
     Attributes:
         module: the user's, already cut if there are several stages.

@@ -1,4 +1,4 @@
-"""What the optimizers of a run need of the gradients, found out by a trial before the first step."""
+"""Requirements of a run's optimizers on the gradients, found out by a trial before the first step."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def held_bytes(strategy: Any, module: LightningModule) -> dict[str, int]:
 
 
 def _shards(strategy: Any) -> list[Tensor]:
-    """What this rank keeps of weights that replicas share out, which no parameter shows between steps."""
+    """Bytes that this rank keeps of weights that replicas share out, which no parameter shows between steps."""
     made = strategy.run.engine.model_gradients.buckets
     found = [bucket.weights for bucket in made.buckets if bucket.weights] if made is not None else []
     return [tensor for weights in found for tensor in (weights.own, weights.flat)]

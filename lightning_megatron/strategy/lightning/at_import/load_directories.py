@@ -1,4 +1,4 @@
-"""What Lightning reads of checkpoint files it reads of our directories as well, where no Trainer is at hand.
+"""Lets Lightning read our checkpoint directories where it reads checkpoint files, also where there is no Trainer.
 
 ``Module.load_from_checkpoint(DIRECTORY)`` and the command line (``test --ckpt_path DIRECTORY``, which takes
 hyperparameters from it) each call a function that opens a file; Lightning offers no way to add a format. That
