@@ -43,7 +43,7 @@ class BlockSplit(TokenSplit):
         """The split of which this one's parts are blocks.
 
         Raises:
-            RuntimeError: a stretch of tokens, or tokens behind another dim, which no longer are equal blocks.
+            RuntimeError: a stretch of tokens, or tokens after another dim, which no longer are equal blocks.
         """
         if self.whole is None:
             raise RuntimeError(

@@ -134,7 +134,7 @@ class TokenSplit(SplitDim):
         runs: of each rank, ascending.
         scope: of the module's steps.
         folded: where the dim was flattened out of several: ``(before, split, after)``, the sizes flattened in front of
-            the tokens and behind them, and the split of the tokens themselves.
+            the tokens and after them, and the split of the tokens themselves.
     """
 
     runs: tuple[tuple[Run, ...], ...] = ()

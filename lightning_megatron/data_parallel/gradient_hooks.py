@@ -98,7 +98,7 @@ class HookedGradients:
         seen: around the hooks; shows them gradients as one process has them.
         own: how many hooks of its own the sink has on each parameter.
         each: whether other code of the user's looks at ``.grad`` after each batch of an accumulation.
-        keeps: whether gradients of the update before may be looked at behind a step, or outlast its ``zero_grad``.
+        keeps: whether gradients of the update before may be looked at after a step, or outlast its ``zero_grad``.
 
     Attributes:
         sink: as given.
@@ -116,7 +116,7 @@ class HookedGradients:
     ) -> None:
         self.sink, self._parameters, self._seen, self._own = sink, list(parameters), seen, own
         self._each, self._keeps = each, keeps
-        self._shows, self._shown = False, False  # behind the step; and now
+        self._shows, self._shown = False, False  # after the step; and now
         self._hooked: list[_Hooked] = []
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
         self._without = -1  # hooks registered in this process when parameters were seen to have none of the user's
@@ -221,7 +221,7 @@ class HookedGradients:
 
     @contextmanager
     def kept(self) -> Iterator[GradientSink]:
-        """The sink, for gradients that are thrown away; behind them, those of the update before are as they were."""
+        """The sink, for gradients that are thrown away; after them, those of the update before are as they were."""
         keeps = self._keeps and not self.sink.scatters
         earlier = [(p, p.grad.clone()) for _, p in self._parameters if keeps and p.grad is not None]
         yield self.sink

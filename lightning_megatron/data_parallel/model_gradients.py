@@ -161,7 +161,7 @@ class ModelGradients:
             whole: whether an optimizer needs whole parameters.
             watched: whether the user's code looks at ``.grad`` between backward and update.
             each: whether it does so after each batch of those that are accumulated for an update.
-            keeps: whether gradients of the update before may be looked at behind a step, or outlast its ``zero_grad``.
+            keeps: whether gradients of the update before may be looked at after a step, or outlast its ``zero_grad``.
             skips: whether updates may have to be skipped.
             watches_weights: whether the user's code may look at weights between an update and the next step.
             rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.

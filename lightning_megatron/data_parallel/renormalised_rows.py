@@ -2,7 +2,7 @@
 
 Such a table is written in its own forward: rows that are looked up are shortened to the norm first. One process
 shortens the rows of the whole batch; a replica would shorten those of its part, and the replicas' tables would drift
-apart. So rows are noted as they are looked up, and shortened on all replicas behind the backward. To shorten a row
+apart. So rows are noted as they are looked up, and shortened on all replicas after the backward. To shorten a row
 twice changes nothing, and no other row, and no gradient, depends on it::
 
     replica 0    looks up rows 1, 2   ──▶ shortens 1, 2   ┐ rows of all:    ┐ shortens 1, 2, 5

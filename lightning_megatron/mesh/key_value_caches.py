@@ -1,4 +1,4 @@
-"""Key-value caches of Hugging Face's, which layers append to: what they hold, and copies for a further run of a layer.
+"""Hugging Face's key-value caches, which layers append to: what they hold, and copies for a further run of a layer.
 
 A model that trains makes an empty one for each batch, and nobody reads it. Prefix tuning gives layers one that holds
 keys and values already.

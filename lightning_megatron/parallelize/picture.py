@@ -1,4 +1,4 @@
-"""The plan of a module as a picture: each weight with its parts, and what is sent before and behind it.
+"""The plan of a module as a picture: each weight with its parts, and what is sent before and after it.
 
 Needs matplotlib (extra ``plots``).
 """

@@ -330,7 +330,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether optimizers go on with the state in the checkpoint."""
+        """Whether optimizers resume with the state in the checkpoint."""
         return self.checkpoint_io.load_optimizer
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

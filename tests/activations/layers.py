@@ -1,4 +1,4 @@
-"""Layers that strangers bring: token by token beside attention, or not."""
+"""Layers that strangers bring: token by token besides attention, or not."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ class Exits(Stack):
     """Gives what a head makes of each layer's output, as for early exits and deep supervision.
 
     Args:
-        by_layers: whether each layer has a head of its own, whose logits it returns beside its output.
+        by_layers: whether each layer has a head of its own, whose logits it returns besides its output.
     """
 
     def __init__(self, by_layers: bool = False) -> None:
@@ -293,7 +293,7 @@ class Exits(Stack):
 
 
 class ExitBlock(Block):
-    """Returns logits beside its output."""
+    """Returns logits besides its output."""
 
     def __init__(self, *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -305,7 +305,7 @@ class ExitBlock(Block):
 
 
 class Coupling(nn.Module):
-    """A layer of a normalising flow: returns the logarithm of its determinant beside its output, or adds it to one."""
+    """A layer of a normalising flow: returns the logarithm of its determinant besides its output, or adds it to one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -249,7 +249,7 @@ def test_models_of_images_and_sounds_are_read_on_inputs_of_the_configured_size(k
 
 
 class Routed(nn.Module):
-    """A layer that says how evenly it uses its two experts, by an attribute or beside its output."""
+    """A layer that says how evenly it uses its two experts, by an attribute or besides its output."""
 
     def __init__(self, kept):
         super().__init__()

@@ -58,7 +58,7 @@ def follow(net: Net) -> SideEffects:
 
 
 def run_first(effects: SideEffects, net: Net, *, first: bool = True) -> Boundary:
-    """The first stage's run of layer 0; what it sends beside the hidden state."""
+    """The first stage's run of layer 0; what it sends besides the hidden state."""
     effects.begin((0, 1), "training_step", 0, Boundary(), first)
     x = torch.ones(2, requires_grad=True)
     (effects.around if effects.looks else lambda _, run, args, __: run(*args))(0, net.layers[0], (x,), {})

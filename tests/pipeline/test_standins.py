@@ -55,7 +55,7 @@ def test_layers_that_differ_in_what_they_keep_return_shapes_of_their_own(
 
 
 class Reading(nn.Module):
-    """Returns a number that it reads off its data beside its output."""
+    """Returns a number that it reads off its data besides its output."""
 
     def __init__(self, read: Callable[[Tensor], Any]) -> None:
         super().__init__()

@@ -146,7 +146,7 @@ def test_ctrl_c_in_a_terminal_saves_says_so_in_one_line_and_ends_every_process(l
     run.assert_all_end()
     said = run.said()[len(before) :].strip().splitlines()
     assert len([line for line in said if line.strip()]) == 1, run.said()
-    told = re.match(r"Stopped by Ctrl-C after step \d+: saved (.*preempted.ckpt); go on with `ckpt_path=", said[0])
+    told = re.match(r"Stopped by Ctrl-C after step \d+: saved (.*preempted.ckpt); resume with `ckpt_path=", said[0])
     assert told and Path(told[1]).exists(), said
     assert run.process.returncode == 130
 
@@ -167,7 +167,7 @@ def test_sigterm_saves_says_so_and_does_not_look_like_the_end_of_the_run(launch:
     run.wait_for_start()
     os.kill(run.process.pid, signal.SIGTERM)
     run.assert_all_end()
-    told = re.findall(r"Stopped by SIGTERM after step \d+: saved (.*preempted.ckpt); go on with", run.said())
+    told = re.findall(r"Stopped by SIGTERM after step \d+: saved (.*preempted.ckpt); resume with", run.said())
     assert len(told) == 1 and Path(told[0]).exists(), run.said()
     assert run.process.returncode == 143 if launcher == "lightning" else run.process.returncode != 0
 

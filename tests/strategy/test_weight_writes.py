@@ -61,7 +61,7 @@ def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout
 @pytest.mark.parametrize(
     ("layout", "kind", "arguments", "wanted"),
     [
-        ("stages", "behind", {}, "writes a weight or buffer of `net.embed` behind layers"),
+        ("stages", "behind", {}, "writes a weight or buffer of `net.embed` after layers"),
         (
             "stages",
             "of_layers",

@@ -98,7 +98,7 @@ def choose_weighted(source: Tensors, names: Sequence[str], start: str = "") -> l
         start: see :func:`adapters_of`.
 
     Raises:
-        ValueError: there is none of that name, one is named twice, or a factor is no number.
+        ValueError: an adapter is missing or named twice, or a factor is not a number.
     """
     known = {adapter.name for adapter in adapters_of(source, start)}
     asked: list[tuple[str | None, float]] = [_named(given, known) for given in names]
@@ -141,7 +141,7 @@ def stored_config(adapter: Adapter) -> Mapping[str, Any]:
 
 
 def _kept_ranks(adapter: Adapter) -> dict[str, list[bool]]:
-    """By name of a layer in a file of peft's, which of its ranks AdaLoRA has kept (Zhang et al., arXiv 2303.10512)."""
+    """By name of a layer in a peft file, the ranks of it that AdaLoRA has kept (Zhang et al., arXiv 2303.10512)."""
     ranks = stored_config(adapter).get("rank_pattern") if adapter.config.get("peft_type") == "ADALORA" else None
     return {f"base_model.model.{name.rpartition('.')[0]}": kept for name, kept in (ranks or {}).items()}
 

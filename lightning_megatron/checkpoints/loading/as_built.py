@@ -7,7 +7,7 @@ does it again, one tensor at a time, and keeps its part, in values and random nu
     one process   wte  h.0  h.1  h.2  h.3  head                 draws and keeps all
     stage 1 of 2   ·    ·    ·   h.2  h.3  head                 draws all, keeps three (with tensor ranks, slices)
 
-Models of Hugging Face's leave out their own initialisation on the meta device; here it runs as on the CPU. Parts with a
+Hugging Face models leave out their own initialisation on the meta device; here it runs as on the CPU. Parts with a
 tensor whose values cannot be told (memory that nobody has written to, numbers of a generator of one's own) are left to
 :func:`~lightning_megatron.strategy.step.alike.materialize`.
 """
@@ -80,7 +80,7 @@ def note_places(module: nn.Module, constructions: list[Construction], *, in_orde
         module: as its author's code has built it.
         constructions: what may have.
         in_order: whether all of them get random numbers. Otherwise files have the values, and what they lack, such as
-            adapters, gets the numbers that it has in one process behind ``from_pretrained``, which draws none.
+            adapters, gets the numbers that it has in one process after ``from_pretrained``, which draws none.
     """
     places, unknown = dict[str, tuple[Construction, MetaPlace]](), set[str]()
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -229,7 +229,7 @@ def _start_alike(construction: Construction, device: torch.device) -> None:
 
 
 def _let_draw(replaced: Replacements) -> bool:
-    """Let models of Hugging Face's initialise themselves on the meta device; not while they are loaded from files."""
+    """Let Hugging Face models initialise themselves on the meta device; not while they are loaded from files."""
     library = sys.modules.get("transformers.modeling_utils")
     model: Any = getattr(library, "PreTrainedModel", None)
     if model is None:

@@ -121,7 +121,7 @@ def match_weights(
         shapes: logical shapes by name, over the whole module.
         further: tied names of the module.
         path: for messages.
-        built: what a module with adapters of peft's may have beside what the files have; see :func:`match_adapted`.
+        built: what a module with peft adapters may have besides what the files have; see :func:`match_adapted`.
 
     Raises:
         RuntimeError: a tensor is missing or has another shape.

@@ -6,7 +6,7 @@
     rank 1   tokens 2 3, heads a b     exchange ──▶   head b, tokens 0 1 2 3     attend, exchange back
 
 Torch's attention runs as it is, so any mask, bias, window or kernel does. An exchange is undone by its inverse, which
-is its adjoint as well. The output, which both attention and the layer behind it save, is kept once, as rows; see
+is its adjoint as well. The output, which both attention and the layer after it save, is kept once, as rows; see
 `.kept_rows`.
 
 Over two levels the ranks of a node share the heads, and nodes pass keys and values around a ring (arXiv 2405.07719)::

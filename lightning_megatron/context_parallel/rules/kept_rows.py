@@ -1,6 +1,6 @@
-"""Keeps what attention by heads gives once: as rows, which the layer behind it saves anyway.
+"""Keeps what attention by heads gives once: as rows, which the layer after it saves anyway.
 
-Attention saves its output for its backward, with some heads of all tokens; the layer behind it saves the same numbers
+Attention saves its output for its backward, with some heads of all tokens; the layer after it saves the same numbers
 as all heads of some tokens. The former is freed, and made of the latter again, by one exchange, when the backward of
 attention asks for it::
 

@@ -176,7 +176,7 @@ class Ring(torch.autograd.Function):
 
 
 def like_torchs(found: Tensor) -> Tensor:
-    """The same with the heads behind the rows in memory, so that joining the heads makes no copy."""
+    """The same with the heads after the rows in memory, so that joining the heads makes no copy."""
     return found.movedim(-2, 1).contiguous().movedim(1, -2) if found.ndim > 3 else found
 
 
@@ -212,7 +212,7 @@ def _pass_on(pair: _Pair, split: TokenSplit, owner: int) -> Callable[[], _Pair]:
 
 
 def _kept(pair: _Pair) -> Callable[[], _Pair]:
-    """No message behind the last step."""
+    """No message after the last step."""
     return lambda: pair
 
 

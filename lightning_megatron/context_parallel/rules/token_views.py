@@ -48,7 +48,7 @@ def _kept(model: WholeTensor, new: torch.Size, before: int, after: int) -> Whole
 
 
 def _merged(model: WholeTensor, new: torch.Size, before: int, after: int) -> WholeTensor | None:
-    """The tokens become one dim with dims in front of them or behind them: [b, s, h] -> [b * s, h]."""
+    """The tokens become one dim with dims in front of them or after them: [b, s, h] -> [b * s, h]."""
     for dim, size in enumerate(new):
         outer, inner = new[:dim].numel(), new[dim + 1 :].numel()
         if before == 0 or after == 0 or outer == 0 or inner == 0:

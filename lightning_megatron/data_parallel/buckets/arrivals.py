@@ -38,7 +38,7 @@ class ArrivalHook:
             self._others().pop(self._handle.id, None)
 
     def wake(self) -> None:
-        """Register the hook again, behind all other hooks of the parameter."""
+        """Register the hook again, after all other hooks of the parameter."""
         self._others()[self._handle.id] = self
 
     def remove(self) -> None:

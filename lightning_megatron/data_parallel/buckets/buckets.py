@@ -48,7 +48,7 @@ class GradientBuckets:
             :meth:`first_bad`.
         reduce_dtype: communication dtype of the reductions; by default that of the main gradients.
         apart: name -> layer, for parameters whose weights are there only while their layer needs them.
-        sums_shards: whether gradients of these are summed behind every micro-batch.
+        sums_shards: whether gradients of these are summed after every micro-batch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sums gradients over the replicas behind every micro-batch, so that only shards of the sums add up over a step.
+"""Sums gradients over the replicas after every micro-batch, so that only shards of the sums add up over a step.
 
 ::
 
@@ -6,7 +6,7 @@
     layer 3                     .grad     .grad     sum ───▶ shard += its part
     layer 2                               .grad     .grad    sum ───▶ shard += its part
 
-The sum of a layer starts when its window has closed behind it, in the order that replicas have agreed upon; at the end
+The sum of a layer starts when its window has closed after it, in the order that replicas have agreed upon; at the end
 of a step come those whose gradients arrived later, as the weights' halves of split backwards do. As sums are sums, it
 does not matter which of them an arrival is in.
 """

@@ -74,7 +74,7 @@ class HostedSteps:
             group["params"] = members
 
     def finish(self) -> None:
-        """Behind the optimizer's own step: step on the rest."""
+        """After the optimizer's own step: step on the rest."""
         jobs, leaving = self._jobs, list[UpdateJob]()
         jobs[0].leave()
         leaving.append(jobs[0])
@@ -181,7 +181,7 @@ class UpdateJob:
         self._copies = []
 
     def leave(self) -> None:
-        """Behind the step: let gradients go, and begin to take back what was brought."""
+        """After the step: let gradients go, and begin to take back what was brought."""
         self._release()
         for home, name, host in self._hosts:
             near = home.data if isinstance(home, nn.Parameter) else home[name]

@@ -41,7 +41,7 @@ class Agreement:
     """
 
     def __init__(self, buckets: Sequence[Bucket], windows: int = 1, gradients: GradientBuckets | None = None) -> None:
-        self._end, self._gradients = max(windows, 1), gradients  # the number behind those of windows
+        self._end, self._gradients = max(windows, 1), gradients  # the number after those of windows
         self._numbers = Numbers(buckets[0].sharing.shard_group, buckets[0].parameters[0].device) if buckets else None
         self._told: tuple[str, int] | None = None
 

@@ -1,4 +1,4 @@
-"""When whole weights are freed: behind their layer, or at the end of the step, which then gathers them once.
+"""When whole weights are freed: after their layer, or at the end of the step, which then gathers them once.
 
 With ``auto`` the run decides, per stage, from what its schedule does and how much memory its fullest moment leaves::
 
@@ -57,7 +57,7 @@ class Freeing:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around forwards that are none of a step's, which are not counted."""
+        """Around forwards that do not belong to a step, and are not counted."""
         looks, self._looks = self._looks, False
         yield
         self._looks = looks

@@ -21,9 +21,9 @@ class ShardedWeights:
 
     Attributes:
         shard: how many neighbouring replicas share one copy; ``None`` for all of them.
-        free: when the whole weights of a layer are freed: behind the ``layer``, or at the end of the ``step``;
+        free: when the whole weights of a layer are freed: after the ``layer``, or at the end of the ``step``;
             ``auto``: of the step, where it has several micro-batches and that fits.
-        sums: when gradients are summed and cut: behind each ``micro_batch``, or once a ``step``.
+        sums: when gradients are summed and cut: after each ``micro_batch``, or once a ``step``.
     """
 
     shard: int | None = None

@@ -1,4 +1,4 @@
-"""Weights that are read when their layer runs and freed behind it, for models larger than memory (ZeRO-Inference).
+"""Weights that are read when their layer runs and freed after it, for models larger than memory (ZeRO-Inference).
 
 The windows are those of weights that are spread over replicas, but what opens one is a read from a file or from host
 memory instead of a gather. While a layer computes, a thread reads the next one::

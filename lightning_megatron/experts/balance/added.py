@@ -1,7 +1,7 @@
 """Balancing losses that a run adds to the loss of the user's step (``expert_balance="loss"``).
 
 Where the module is built of :class:`~lightning_megatron.layers.MoE`, it is their :func:`router_losses`; where it has
-mixtures of Hugging Face's, the ``aux_loss`` of their outputs, which they compute if asked for routers' logits. Both are
+Hugging Face's mixtures, the ``aux_loss`` of their outputs, which they compute if asked for routers' logits. Both are
 of the whole batch in any layout; see :mod:`whole_batch` and :mod:`balancing`.
 """
 

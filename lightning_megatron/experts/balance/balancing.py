@@ -1,4 +1,4 @@
-"""Balancing losses of Hugging Face's mixtures, of all replicas' tokens, whichever stage routed them.
+"""Balancing losses of Hugging Face mixtures, over all replicas' tokens, whichever stage routed them.
 
 Their loss is a product of two means over tokens, made by one function of the modelling file from the logits of all
 layers' routers. Over replicas that function is given the logits of all of them::

@@ -28,7 +28,7 @@ _NAMES = ("e_score_correction_bias", "expert_bias", "correction_bias")
 
 
 def bias_of(mixture: Mixture) -> Tensor | None:
-    """The bias with which a mixture chooses experts, of this package's or of Hugging Face's; ``None`` without one."""
+    """The bias with which a mixture chooses experts, this package's or Hugging Face's; ``None`` without one."""
     if isinstance(mixture.block, MoE):
         return mixture.block.bias
     below = {id(parameter) for parameter in mixture.experts.parameters()}

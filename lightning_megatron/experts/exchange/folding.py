@@ -63,5 +63,5 @@ class Folding:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """``x`` with rows of zeros behind it."""
+    """``x`` with rows of zeros after it."""
     return x if len(x) == rows else F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))

@@ -105,7 +105,7 @@ def cut_blocks(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
     """How experts that take a block of rows each can be cut along their inner width, or why they cannot be.
 
     Args:
-        module: see :func:`try_blocks`, which has found them to be such.
+        module: see :func:`try_blocks`, which has recognised them.
         experts: how many there are.
         parts: over how many ranks each of them is to be cut.
     """

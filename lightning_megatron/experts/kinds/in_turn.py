@@ -1,4 +1,4 @@
-"""Lists of layers that run one behind the other, which are no experts.
+"""Lists of layers that run one after the other, which are no experts.
 
 A list of like modules beside a parameter with a value for each of them looks like a mixture. So does a network of four
 layers whose head has four outputs. What tells them apart is the loop that calls them::

@@ -41,7 +41,7 @@ class Along:
 
     Attributes:
         dim: the dim that is cut.
-        segments: of how many pieces, one behind the other, each rank has a part (2 for a gate above its up).
+        segments: of how many pieces, one after the other, each rank has a part (2 for a gate above its up).
         completed: whether zeros take the place of the other ranks' numbers when the expert runs (a bias of the output).
     """
 

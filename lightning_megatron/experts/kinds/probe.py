@@ -52,7 +52,7 @@ def cut_stacked(module: nn.Module, experts: int, parts: int) -> InnerCut | str:
     """How stacked experts can be cut along their inner width, or why they cannot be.
 
     Args:
-        module: see :func:`try_stacked`, which has found them to be such.
+        module: see :func:`try_stacked`, which has recognised them.
         experts: how many there are.
         parts: over how many ranks each of them is to be cut.
     """

@@ -205,7 +205,7 @@ class LedExperts:
         if is_parametrized(module) and "_twin_of" not in vars(type(module)):
             raise RuntimeError(
                 f"`{self._name}` has its weights replaced while it is called (`torch.nn.utils.parametrize`, as "
-                "adapters of PEFT's do), by what knows of all experts, and this rank has some of them. Name the "
+                "PEFT's adapters do), by what knows of all experts, and this rank has some of them. Name the "
                 'outermost module that does so in `expert_parallel_plan={pattern: "gathered"}`, whose weights are '
                 "then whole when it is called; leave the experts out of the adapter; or use `expert_parallel_size=1`."
             )

@@ -74,7 +74,7 @@ class GatheredCopy:
         if self.in_graph:
             raise RuntimeError(
                 f"`{name_of(func)}` uses a view of a tensor that is split over ranks and was written to since the view "
-                "was taken; take the view again behind the write."
+                "was taken; take the view again after the write."
             )
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._whole.copy_(self._split.full())
@@ -88,7 +88,7 @@ class GatheredCopy:
         self._writes = self._split.writes
 
     def written(self, func: Callable[..., Any], view: Tensor, args: Any, kwargs: Any) -> Tensor | None:
-        """The view behind a write into it, of another copy, which has a gradient; the split tensor follows.
+        """The view after a write into it, of another copy, which has a gradient; the split tensor follows.
 
         Autograd allows no writes into what a custom function gave, as gathering does. This copy and its views are old
         from then on, and refused. ``None`` if the view cannot be found in another copy.
@@ -96,7 +96,7 @@ class GatheredCopy:
         Args:
             func: that writes.
             view: of this copy.
-            args: of ``func``, behind the view.
+            args: of ``func``, after the view.
             kwargs: likewise.
         """
         with torch._C.DisableTorchFunctionSubclass():

@@ -41,7 +41,7 @@ def _attention(draws: LayoutDraws, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def body_of(function: types.FunctionType) -> types.FunctionType:
-    """A function of torch's that no mode takes over, while the functions that it calls are taken over as ever."""
+    """A torch function that no mode takes over, while the functions that it calls are taken over as ever."""
     unseen = {
         name: lambda *_: False
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

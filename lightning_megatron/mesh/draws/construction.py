@@ -8,7 +8,7 @@ tensor need be in memory at a time. ::
     wanted: a                  draws          –                 draws          values of a
     wanted: b                  draws          –                 values of b    draws
 
-Numbers that are overwritten, or that nobody here wants, are drawn and dropped, so that those behind them are right.
+Numbers that are overwritten, or that nobody here wants, are drawn and dropped, so that those after them are right.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Construction:
 
         Args:
             function: the initialiser.
-            options: names of its arguments behind the tensor.
+            options: names of its arguments after the tensor.
             given: its arguments by name.
         """
         if self._watches is not None and not self._watches():
@@ -201,7 +201,7 @@ class Construction:
         """Replay the operations that the values of some memories depend on, in order.
 
         Args:
-            wanted: by memory, what takes its content once nothing changes it any more; freed behind it.
+            wanted: by memory, what takes its content once nothing changes it any more; freed after it.
             seed: draw each call's numbers from a seed of its own made of this one, and leave out all others; ``None``
                 for the numbers that one process draws.
             undrawn: memories, none of them wanted, that one process draws nothing for, as it reads them from files.

@@ -37,7 +37,7 @@ from lightning_megatron.mesh.other_generators import all_of_others, set_others, 
 _MASK = (1 << 63) - 1
 _START = 0x9E3779B97F4A7C15
 _CALL_BITS = 20
-_BEHIND = 1 << 30  # segments behind layers, counted from here
+_BEHIND = 1 << 30  # segments after layers, counted from here
 _WHOLE = Rows(0, 1, 1)
 
 
@@ -296,7 +296,7 @@ class SegmentStreams:
         self._enter_known(self._ahead[segment], segment)
 
     def leave(self, layer: int, call: int = 0) -> None:
-        """Enter what is behind a layer, where that has a stream of its own."""
+        """Enter what is after a layer, where that has a stream of its own."""
         if self._between is not None:
             set_others(self._between)
             self._between = None

@@ -54,7 +54,7 @@ class SameDraws:
     """The draws of steps on parts of a batch, in their order.
 
     Args:
-        joins: number of a run -> the earlier runs whose samples it has, one behind the other.
+        joins: number of a run -> the earlier runs whose samples it has, one after the other.
 
         is_foreign: whether a seed of torch's generators is none that this package has given.
         others: lines that may draw from Python's and NumPy's generators.
@@ -152,7 +152,7 @@ class SameDraws:
 
 
 def _joined(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
-    """The draws of the parts, one behind the other, if they make up a tensor like ``own``; or else ``own``."""
+    """The draws of the parts, one after the other, if they make up a tensor like ``own``; or else ``own``."""
     if not parts or any(part.ndim != own.ndim or part.dtype != own.dtype for part in parts):
         return own
     for dim in range(own.ndim):

@@ -3,7 +3,7 @@
 ::
 
     start(target, source)   the copy begins; neither is touched until it is waited for
-    Copy.wait()             the processor, or for a target on the device the device, goes on behind it
+    Copy.wait()             the processor, or for a target on the device the device, goes on after it
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Copy:
     """A copy under way; this one is through already."""
 
     def wait(self) -> None:
-        """Let whoever reads the target go on only behind the copy."""
+        """Let whoever reads the target go on only after the copy."""
 
 
 class HostLink:
@@ -52,7 +52,7 @@ class _CudaCopy(Copy):
 
 
 class CudaLink(HostLink):
-    """Copies on a stream of their own in either direction, behind what the device was told before.
+    """Copies on a stream of their own in either direction, after what the device was told before.
 
     Args:
         device: of this rank.
@@ -75,7 +75,7 @@ class CudaLink(HostLink):
         return _PROBE / best
 
     def start(self, target: Tensor, source: Tensor) -> Copy:
-        """Start copying on the stream of that direction, behind what the current stream has been given so far."""
+        """Start copying on the stream of that direction, after what the current stream has been given so far."""
         stream = self._streams[target.is_cuda]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

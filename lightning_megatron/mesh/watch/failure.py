@@ -284,7 +284,7 @@ class FailureWatch:
         print(
             f"\n{self._layout.describe(self._rank)} ends because the process that hosts the store ({host}, with rank "
             f"0) has not answered for {seconds:.0f} s (`hang_timeout`): the network between the two is cut, or that "
-            'process is stopped. Once it is back, go on with `ckpt_path="last"`.',
+            'process is stopped. Once it is back, resume with `ckpt_path="last"`.',
             file=sys.stderr,
             flush=True,
         )

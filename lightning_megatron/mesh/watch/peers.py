@@ -66,7 +66,7 @@ def _host() -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """``/proc/PID/stat`` behind the name, beginning with the state; empty if there is no such process, or no /proc."""
+    """``/proc/PID/stat`` after the name, beginning with the state; empty if there is no such process, or no /proc."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -27,7 +27,7 @@ from lightning_megatron.parallelize.trial.between_tokens import AllTokens
 
 
 class AllTokensInside:
-    """Gathers the tokens in front of a module of a layer, and splits them again behind it.
+    """Gathers the tokens in front of a module of a layer, and splits them again after it.
 
     Args:
         stream: the random numbers of the layer on this rank, which the module does not draw from.

@@ -73,7 +73,7 @@ class TokenHooks:
             hook: the user's.
             part: the module that it is on.
             values: what it is given.
-            forward: whether it runs behind the module, whose output comes last.
+            forward: whether it runs after the module, whose output comes last.
         """
         pairs, ranks = list[tuple[Tensor, int]](), self._group.size()
         if all_tokens_here():

@@ -1,4 +1,4 @@
-"""The edges of layers under sequence parallelism: where tokens are split before a layer, and gathered behind it.
+"""The edges of layers under sequence parallelism: where tokens are split before a layer, and gathered after it.
 
 Layers that are called one after the other keep their parts of the tokens from one to the next. Code between them that
 was not tried on parts of the tokens sees whole tensors instead::

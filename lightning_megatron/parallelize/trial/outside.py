@@ -2,7 +2,7 @@
 
 A condition or a gate that the layers are given, or code between two layers, acts on a part of the tokens on every rank:
 the gradients of what it was computed from are partial sums, like those of the layers' own parameters. So are those of
-what column-parallel layers are given beside the hidden state, such as a table of relative positions that attention
+what column-parallel layers are given besides the hidden state, such as a table of relative positions that attention
 projects like its keys: every rank has all of it, and a part of the columns.
 """
 
@@ -89,7 +89,7 @@ class _Run:
         mixing: likewise.
 
     Attributes:
-        to_columns: ids of parameters that reach columns behind the gather.
+        to_columns: ids of parameters that reach columns after the gather.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _Run:
         return _reached(self._past, self._last)
 
     def on_all(self, results: Sequence[Any]) -> set[int]:
-        """Ids of those that act on all tokens, before the first layer and behind the last.
+        """Ids of those that act on all tokens, before the first layer and after the last.
 
         Args:
             results: nodes of what the run left.
@@ -202,7 +202,7 @@ def _refusing_others(name: str, tokens: AllTokens) -> Callable[..., None]:
         if any(isinstance(x, Tensor) and x.requires_grad for x in others):
             raise ValueError(
                 f"`sequence_parallel=True`: {name!r} mixes tokens, is not split, and is given something else with a "
-                "gradient beside the hidden state; split it as well, or turn sequence parallelism off."
+                "gradient besides the hidden state; split it as well, or turn sequence parallelism off."
             )
 
     return hook

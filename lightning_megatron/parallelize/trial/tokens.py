@@ -328,7 +328,7 @@ class _Check:
         inside = functools.partial(answer, root=call.name, answers=whole)
         name = beside.over_all_tokens((args, kwargs), (copied, output), call.output, inside)
         if name:
-            return f"{name}, beside the hidden state, is computed over all tokens, as an auxiliary loss is", ()
+            return f"{name}, besides the hidden state, is computed over all tokens, as an auxiliary loss is", ()
         return problem, dims
 
     def _noting_unlike(self, call: Call, unlike: list[str]) -> Callable[..., None]:
@@ -359,7 +359,7 @@ class _Check:
             tokens = len(differ) == 1 and (part.shape[differ[0]], whole.shape[differ[0]]) == (kept, length)
             dims.append(differ[0] if tokens else self._dim if index == hidden else None)
             if tokens and not _alike(part, whole.narrow(differ[0], length - kept, kept)):
-                return (), f"output {index}, beside the hidden state, mixes tokens"
+                return (), f"output {index}, besides the hidden state, mixes tokens"
         return tuple(dims), ""
 
 

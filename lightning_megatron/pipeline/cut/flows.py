@@ -102,7 +102,7 @@ def is_variable(node: ast.expr) -> bool:
 
 
 def returns(body: Sequence[ast.stmt]) -> bool:
-    """Whether the code behind these statements is never reached from them: each way through ends in a ``return`` or
+    """Whether the code after these statements is never reached from them: each way through ends in a ``return`` or
     ``raise``. A loop over something may have nothing to loop over.
     """
     last = body[-1] if body else None

@@ -54,7 +54,7 @@ class TellsPhase(Protocol):
     """Says what of the user's code runs; see :meth:`.presence.Viewer.phase`."""
 
     def __call__(self, *, lists: bool = False) -> Phase:
-        """For listings, and for gradients, a step behind its own backward counts as a hook."""
+        """For listings, and for gradients, a step after its own backward counts as a hook."""
 
 
 class Absent(Tensor):
@@ -127,7 +127,7 @@ class Absent(Tensor):
         return first._result(func, attribute or name, args, kwargs)
 
     def _gradient(self) -> Absent:
-        """Its gradient behind a backward of the step's own: as in hooks, but of the shape that it has in steps."""
+        """Its gradient after a backward of the step's own: as in hooks, but of the shape that it has in steps."""
         return make_absent(self.plain.detach(), self.part, _in_hook, self.absent_source)
 
     def _alias(self) -> Absent:

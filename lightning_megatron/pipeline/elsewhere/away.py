@@ -237,7 +237,7 @@ def refuse_late_write(part: str) -> None:
     """
     if STATE.in_layers:
         raise RuntimeError(
-            f"the step writes a weight or buffer of `{part}` behind layers, where the pipeline stage that owns it has "
+            f"the step writes a weight or buffer of `{part}` after layers, where the pipeline stage that owns it has "
             "left the step. Write it before the layers are called, or in a hook (`on_train_batch_end`), or use "
             "`pipeline_parallel_size=1`."
         )

@@ -9,7 +9,7 @@ program::
     stage 0   layer 1 runs: self.aux = t          ──(module net.layers.1, set aux, t)──▶
     stage 1   layer 1 is skipped: .aux = t', whose gradient goes back to stage 0 with the boundary's
 
-Small tensors that it returned beside the hidden state are values like these, and so is what it logs. How they travel
+Small tensors that it returned besides the hidden state are values like these, and so is what it logs. How they travel
 says :mod:`.luggage`.
 """
 

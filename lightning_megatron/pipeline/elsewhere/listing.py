@@ -159,7 +159,7 @@ class AbsentNames(_Listing):
 class AbsentState(_Listing):
     """Installed as ``state_dict`` on a module that is elsewhere, or that has parts elsewhere.
 
-    In a step it has what stands in for what is elsewhere, as :class:`AbsentNames`; behind the module's own tensors.
+    In a step it has what stands in for what is elsewhere, as :class:`AbsentNames`; after the module's own tensors.
 
     Args:
         module: the module.

@@ -293,7 +293,7 @@ class Viewer(Protocol):
     lists_all: bool
 
     def phase(self, *, lists: bool = False) -> Phase:
-        """The code that runs now; for a listing of parameters, a step behind its own backward counts as a hook."""
+        """The code that runs now; for a listing of parameters, a step after its own backward counts as a hook."""
 
     def note_read(self) -> None:
         """Take note that user code has gone over all parameters of a module that has parts elsewhere."""

@@ -11,7 +11,7 @@ to is noted before such a run, and compared or put back after it. This file is t
 Hooks of modules: ``strategy/hooks/kept_hooks.py``. Trials of parts that fit into memory twice need none of it:
 ``parallelize/reading/replay.py`` runs a copy.
 
-Of single writes: a step that adds up its layers' auxiliary losses resets them, before the layers or behind them. Stages
+Of single writes: a step that adds up its layers' auxiliary losses resets them, before the layers or after them. Stages
 that end before that line have run their layers on the next micro-batch long before. In one process nothing can hold on
 to a graph from one step to the next, so neither may a stage: what hangs on the micro-batch's graph is put back when its
 run ends, and so is what was added to lists. Numbers stay: a layer may count.

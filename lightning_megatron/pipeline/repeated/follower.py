@@ -1,6 +1,6 @@
 """Answers calls of layers and parts so that every stage gets what they give.
 
-In an ordinary step a stage ends its run behind its last layer. Code that decodes token by token needs what the model
+In an ordinary step a stage ends its run after its last layer. Code that decodes token by token needs what the model
 gives on every stage, to call it again. So here every stage runs all of the user's code on real numbers, and whoever has
 a layer or a part computes it and tells the others::
 

@@ -108,7 +108,7 @@ class ToldCall:
         self.outputs = outputs
 
     def collects(self, inputs: list[Tensor]) -> None:
-        """Wait for all gradients of the outputs, behind which those of the inputs go on: no stage waits in autograd."""
+        """Wait for all gradients of the outputs, after which those of the inputs go on: no stage waits in autograd."""
         self._inputs, self._collected = inputs, [None] * len(self.outputs or ())
 
     def arrive(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:

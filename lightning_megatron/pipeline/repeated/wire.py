@@ -8,7 +8,7 @@ different ways (code that looks at the rank, for instance), and the run is refus
              kind, unit, turn, bytes             a nest: its description follows, then each tensor
              kind, -, -                          this stage's code has ended
 
-Loops call the same again and again. So a message has room behind its header for what came with the message that
+Loops call the same again and again. So a message has room after its header for what came with the message that
 followed that stage's last unit before, which all stages have heard: a token's hidden state is one message, and not two.
 """
 
@@ -58,7 +58,7 @@ class _Given:
 
 
 class _Rooms:
-    """By stage, the bytes behind the header of its next message; the same at all stages, which hear all messages.
+    """By stage, the bytes after the header of its next message; the same at all stages, which hear all messages.
 
     >>> rooms = _Rooms()
     >>> for unit, brought in ((0, 64), (1, 8), (0, 64), (1, 8)):
@@ -216,7 +216,7 @@ class Wire:
         self.settle()
 
     def _send_message(self, brought: Tensor, *entries: int) -> None:
-        """Send a header, and what it brings in the room behind it, or else in a message of its own."""
+        """Send a header, and what it brings in the room after it, or else in a message of its own."""
         size, room = brought.numel() * brought.element_size(), self._rooms.behind(self._stage)
         header = torch.zeros(_HEADER, dtype=torch.int64)
         header[: len(entries)] = torch.tensor(entries, dtype=torch.int64)
@@ -232,14 +232,14 @@ class Wire:
         self._rooms.note(self._stage, entries[1], size)
 
     def _message(self, stage: int) -> tuple[list[int], Tensor]:
-        """Entries of a stage's next header, and what has come behind it."""
+        """Entries of a stage's next header, and what has come after it."""
         message = self._receive(stage, (_HEADER_BYTES + self._rooms.behind(stage),), torch.uint8)
         with _no_inference():
             entries: list[int] = message[:_HEADER_BYTES].view(torch.int64).tolist()
             return entries, message[_HEADER_BYTES:]
 
     def _brought(self, stage: int, unit: int, behind: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor of a message: from behind its header if it has fitted there, or else the message that follows."""
+        """The tensor of a message: from after its header if it has fitted there, or else the message that follows."""
         size = math.prod(shape) * dtype.itemsize
         self._rooms.note(stage, unit, size)
         if not 0 < size <= behind.numel():
@@ -302,7 +302,7 @@ def _described(leaf: Any, caches: list[Any]) -> Any:
 
 def _refuse(name: str, stage: int, *, ended: bool) -> NoReturn:
     if not name:
-        what = f"pipeline stage {stage} goes on calling the model where the code of this rank has ended"
+        what = f"pipeline stage {stage} still calls the model where the code of this rank has ended"
     elif ended:
         what = (
             f"`{name}` was called here, but the code of pipeline stage {stage}, which has it, ended without calling it"

@@ -1,6 +1,6 @@
 """A batch whose loss is made of the whole batch: its layers run in micro-batches, the code around them once.
 
-The code before the layers runs on the batch, where the first layer is; what that is called with is cut. The code behind
+The code before the layers runs on the batch, where the first layer is; what that is called with is cut. The code after
 them runs on the batch, where the last layer is, on what the last layer has given, joined. There autograd's graph is cut
 too, and what comes back through each cut is kept until all of it is there::
 
@@ -38,7 +38,7 @@ class WholeBatch:
     Attributes:
         batch: all of it.
         before: the user's step, for the code before the layers.
-        behind: the user's step, for the code behind them.
+        behind: the user's step, for the code after them.
         failed: in a trial: why the layers cannot run in micro-batches, as far as this rank has seen.
         given: in a trial: what the last layer gave, joined.
     """

@@ -25,7 +25,7 @@ def bind(
         slots: the program.
         actions: what runs each action.
         finals: position of a backward -> which gradients are final after it; others announce nothing.
-        announce: says so before the backward, and takes it back behind it.
+        announce: says so before the backward, and takes it back after it.
     """
     program: Program = []
     for slot in slots:

@@ -1,6 +1,6 @@
 """A step that runs its backwards itself, through the stages: its code runs once, the layers once in each pass.
 
-With manual optimization a step goes on behind a backward: it updates, and may call the layers again. So it is not cut
+With manual optimization a step goes on after a backward: it updates, and may call the layers again. So it is not cut
 into micro-batches, of which each would update. Its code runs once on every stage, from its first line to its last, and
 stops at a stage's boundaries only to send and to wait::
 
@@ -159,7 +159,7 @@ class Passes:
         if self._listed:
             raise RuntimeError(
                 "the step goes over all parameters between two of its backwards. Under a pipeline each stage has only "
-                "its own, so a sum over them in the next loss would be wrong. Do it behind the last "
+                "its own, so a sum over them in the next loss would be wrong. Do it after the last "
                 "`self.manual_backward` or in `on_train_batch_end`, or use `pipeline_parallel_size=1`; to clip, hand "
                 "`self.parameters()` to `clip_grad_norm_` itself, or call `self.clip_gradients`."
             )

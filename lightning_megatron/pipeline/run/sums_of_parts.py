@@ -1,6 +1,6 @@
 """Sums over parameters of several parts, between two backwards of a step: each stage would have another one.
 
-Behind a ``self.manual_backward`` a step may go over ``self.parameters()`` or over an optimizer's groups, which hold
+After a ``self.manual_backward`` a step may go over ``self.parameters()`` or over an optimizer's groups, which hold
 this stage's. What it does to each by itself is what one process does. A norm over all of them is not: each stage gets
 that of its own, and would scale by it::
 

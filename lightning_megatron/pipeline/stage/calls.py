@@ -59,7 +59,7 @@ class AnswersLayers(Protocol):
     """Answers the calls of layers in the place of a cursor.
 
     Attributes:
-        is_between: whether the step is behind a backward, and has not called the layers again.
+        is_between: whether the step is after a backward, and has not called the layers again.
     """
 
     is_between: bool

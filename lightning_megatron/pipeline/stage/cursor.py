@@ -104,7 +104,7 @@ class StageCursor:
             received: what the stage before sent.
             where: name of the step.
             watch: follows the step's values, in the first run of its kind.
-            trunk_only: end behind the last layer.
+            trunk_only: end after the last layer.
             called: how many layers have been called before; `LEFT_OUT` where none may be.
         """
         self.first, self.stop = bounds
@@ -278,7 +278,7 @@ class StageCursor:
 
     def call_part(self, call: PartCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for a part outside the trunk that another stage owns."""
-        late = self._next > min(self.first, self._layers - (self.passes is None))  # passes go on behind all layers
+        late = self._next > min(self.first, self._layers - (self.passes is None))  # passes go on after all layers
         if self.running and not in_backward() and (self.first == 0 or late):
             where = self.where if self._next == self._layers else ""
             order.refuse_part(self._trunk, call.sentinel.name, self._next, where, again=bool(where and self.passes))

@@ -1,4 +1,4 @@
-"""State of the layers at the end of a step, behind the last line of the user's code.
+"""State of the layers at the end of a step, after the last line of the user's code.
 
 Layers leave things behind, and the step's own code, on the stage that reaches it, reads them and may reset them. What
 is there afterwards is what one process has after the step, so all stages are told::
@@ -76,7 +76,7 @@ class FinalState:
                     self._reset[effect.entry] = now
 
     def set_back(self, effects: Iterable[Effect]) -> dict[tuple[str, Any], Any]:
-        """Values that the step has set behind the layers which set them too, before they are put back; at its end.
+        """Values that the step has set after the layers which set them too, before they are put back; at its end.
 
         Args:
             effects: of all layers.
@@ -114,7 +114,7 @@ class FinalState:
         if not _equal(self._reset[effect.entry], effect.before) and may_read(unit, effect.key, in_table):
             raise RuntimeError(
                 f"layer `{self._names[effect.layer]}` goes on from the value of {effect.place()} in each micro-batch, "
-                "and the step sets it to another one behind the layers, where the pipeline stage of this layer does "
+                "and the step sets it to another one after the layers, where the pipeline stage of this layer does "
                 "not come. Let the layer set the value instead of adding to it, reset it in `on_train_batch_start` "
                 "or before the layers are called, or use `pipeline_parallel_size=1`."
             )

@@ -106,7 +106,7 @@ def refuse_part(trunk: str, part: str, expected: int, where: str = "", *, again:
 
     Raises:
         CalledAgain: the step ``where``, which may be started over, has called all layers, and begins anew.
-        RuntimeError: all else; ``again`` in manual optimization, behind all layers.
+        RuntimeError: all else; ``again`` in manual optimization, after all layers.
     """
     if where in STARTS_OVER:
         raise CalledAgain

@@ -112,7 +112,7 @@ class SideEffects:
         self._received = Boundary()
 
     def _take_back(self) -> None:
-        """Where a stage goes on behind this one, it has what is of the micro-batch. Behind the last, the step's own
+        """Where a stage goes on after this one, it has what is of the micro-batch. After the last, the step's own
         code has done with it what one process does; only layers that this rank runs itself, in another virtual stage,
         go on from what they left behind there.
         """
@@ -156,7 +156,7 @@ class SideEffects:
             output: stand-in for what it returns.
 
         Returns:
-            ``output``, with the real values that the layer returned beside the hidden state.
+            ``output``, with the real values that the layer returned besides the hidden state.
         """
         if not self._told:
             return output
@@ -344,7 +344,7 @@ class SideEffects:
         return self._known[index]
 
     def containers(self, place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
-        """Containers that a call of a layer or part can write to; unknown of a part that runs behind the layers.
+        """Containers that a call of a layer or part can write to; unknown of a part that runs after the layers.
 
         Args:
             place: its number, or any other one.

@@ -100,7 +100,7 @@ class Stage:
         return next((stage for stage in found if stage is not None), None)
 
     def phase(self, *, lists: bool = False) -> Phase:
-        """The user code that runs now: its step, or anything else; behind its own backward, it may list parameters
+        """The user code that runs now: its step, or anything else; after its own backward, it may list parameters
         as in a hook.
         """
         between = lists and self.cursor.passes is not None and self.cursor.passes.is_between
@@ -177,7 +177,7 @@ class Stage:
             batch: the micro-batch.
             received: what the previous virtual stage sent; empty on the first.
             where: name of the step; a backward follows ``"training_step"``.
-            trunk_only: end behind the last layer, whose output is then what is sent.
+            trunk_only: end after the last layer, whose output is then what is sent.
         """
         return self._run(self.partition.bounds[virtual_stage], micro_batch, step, batch, received, where, trunk_only)
 
@@ -319,7 +319,7 @@ class Stage:
         if before.copy is None or not torch.equal(before.value, before.copy):
             raise RuntimeError(
                 f"two runs of the step on pipeline stage {self.stage} have each written into the buffer `{name}`, of "
-                "which one process has one: its module runs between layers, or before and behind them. Give each "
+                "which one process has one: its module runs between layers, or before and after them. Give each "
                 "place a module of its own (of a batch norm: or use `nn.LayerNorm`), or use `pipeline_parallel_size=1`."
             )
         Contents(before.value, STATE.undone.pop(name), before.value._version).put_back()

@@ -1,6 +1,6 @@
-"""The output of the last layer, where the code behind the layers runs by itself.
+"""The output of the last layer, where the code after the layers runs by itself.
 
-Layers run on micro-batches, and what is behind them on the whole batch. So the step ends behind the last layer, and the
+Layers run on micro-batches, and what is after them on the whole batch. So the step ends after the last layer, and the
 step on the batch, whose layers give stand-ins, is handed what they gave, joined::
 
     micro-batch 0   ... last layer ──▶ (x [2, 8], None)   taken: x ─┐

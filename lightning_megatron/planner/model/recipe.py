@@ -133,7 +133,7 @@ class Recipe:
             )
 
     def _check_offload(self) -> None:
-        """Refuse an offload of activations that is none, or that the recomputation contradicts.
+        """Refuse an invalid offload of activations, or one that the recomputation contradicts.
 
         Raises:
             ValueError: with both.

@@ -29,7 +29,7 @@ def differs(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
 
 @contextmanager
 def random_as(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Random numbers are those behind a ``state``, and afterwards as they are now; ``None`` changes nothing."""
+    """Random numbers are those after a ``state``, and afterwards as they are now; ``None`` changes nothing."""
     if state is None:
         yield
         return

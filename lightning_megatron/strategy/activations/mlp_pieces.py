@@ -36,7 +36,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def check_chunks(chunks: Any) -> None:
-    """Refuse a value of ``mlp_chunks`` that is none.
+    """Refuse an invalid value of ``mlp_chunks``.
 
     Raises:
         ValueError: lists the choices.

@@ -144,7 +144,7 @@ class GivenScores(Scores):
         scope: refuses what needs values.
         device: of the layer.
         record: ``record(which, rows)``: an operand of the call of attention that is met now.
-        given: makes, from what has its split, the rows of what was kept; the call is behind us then.
+        given: makes, from what has its split, the rows of what was kept; the call is over then.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Core:
         output: what it gives, if the layer goes on with that.
         memory: of the output.
         split: which operands have tokens.
-        after: the random state behind it, where it drew.
+        after: the random state after it, where it drew.
     """
 
     output: View | None

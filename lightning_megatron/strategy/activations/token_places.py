@@ -22,7 +22,7 @@ class TokenPlace(NamedTuple):
 
     Attributes:
         dim: of the saved tensor.
-        inner: whether what the tokens were flattened with lies behind them.
+        inner: whether what the tokens were flattened with lies after them.
     """
 
     dim: int
@@ -36,7 +36,7 @@ class TokenPlace(NamedTuple):
         return tensor.unflatten(self.dim, (more, tokens)).narrow(self.dim + 1, first, count)
 
     def fill(self, target: Tensor, tokens: int, first: int, part: Tensor) -> None:
-        """Write the ``first`` tokens and those behind them; ``part`` is a saved tensor of these alone."""
+        """Write the ``first`` tokens and those after them; ``part`` is a saved tensor of these alone."""
         count = part.shape[self.dim] * tokens // target.shape[self.dim]
         for dim, size in enumerate(target.shape):
             part = part.narrow(dim, 0, size) if size == 1 else part  # see `unrepeated`

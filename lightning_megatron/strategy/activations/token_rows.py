@@ -61,7 +61,7 @@ class LayerScope(Scope):
             NotTokenwise: always.
         """
         raise NotTokenwise(
-            f"`{self.given}` runs `{self.layer}` on some of its tokens at a time, beside attention, but there {what}. "
+            f"`{self.given}` runs `{self.layer}` on some of its tokens at a time, besides attention, but there {what}. "
             "Use `activation_offload='all'`, or name other layers: {'tokens': share, 'layers': [...]}."
         )
 

@@ -62,7 +62,7 @@ def check_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments of a backward that the other stages would not follow.
 
     Args:
-        args: of ``self.manual_backward``, behind the loss.
+        args: of ``self.manual_backward``, after the loss.
         kwargs: the same, by name.
 
     Raises:

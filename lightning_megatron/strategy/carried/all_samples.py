@@ -8,7 +8,7 @@ samples of all, forward only; what the step leaves behind is what this pass has 
     replica 1    pass [0 1 2 3] ──▶ writes W      step [2 3], forward and backward      goes on from W
 
 Both find what the batch before has left. Where all values surely come together (:mod:`.ways_on`), there is no pass: the
-replicas tell each other behind the step what they have added. Which these are is found out by trials
+replicas tell each other after the step what they have added. Which these are is found out by trials
 (:mod:`~lightning_megatron.strategy.loss.over_replicas`).
 """
 
@@ -56,7 +56,7 @@ class _OnePiece(NamedTuple):
 
 
 class _SeesWhatIsSetBack:
-    """Around each run of a pass on a virtual stage: notes what the step has set back behind the layers, before what the
+    """Around each run of a pass on a virtual stage: notes what the step has set back after the layers, before what the
     run has written is taken back itself.
 
     Args:
@@ -142,7 +142,7 @@ class AllSamples:
         self._slots = {name: slot for name, slot in found.items() if slot is not None}
 
     def settle(self) -> None:
-        """Behind the step: let it have written what the samples of all replicas write. Collective over these.
+        """After the step: let it have written what the samples of all replicas write. Collective over these.
 
         Raises:
             RuntimeError: the step has done something else with a value than in the steps that were tried.
@@ -249,7 +249,7 @@ class AllSamples:
         return again
 
     def _alike(self, mine: dict[Name, Any], *, any_draws: bool) -> dict[Name, Any]:
-        """Values that the pass has written on any stage and set back behind its layers; of replicas that draw unlike
+        """Values that the pass has written on any stage and set back after its layers; of replicas that draw unlike
         numbers, what the first one has.
         """
         mesh, back = self._context.mesh, self._set_back

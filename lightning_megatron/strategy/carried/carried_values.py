@@ -66,7 +66,7 @@ class Carried:
             named: values that it has written and later steps read, by the names under which all ranks know them.
             unlike: those that replicas have written otherwise although all parts of a batch write the same.
             kinds: how values of a batch come of those of its parts.
-            others: whether a value that no trial has seen would come together behind the last batch.
+            others: whether a value that no trial has seen would come together after the last batch.
 
         Returns:
             Those that each replica writes from its own samples.

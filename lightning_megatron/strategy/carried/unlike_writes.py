@@ -7,7 +7,7 @@ not tried at all::
     if (y == 9).any(): self.seen[9] += 1      on the replica that has such a sample
     if loss < self.best: self.best = loss     on one, or another number on each
 
-So what a step can write is marked before it, and what it has written is compared behind it, in one number that travels
+So what a step can write is marked before it, and what it has written is compared after it, in one number that travels
 during the backward. Replicas that have written alike (a counter, a mean of what they have gathered) go on, and so do
 those that have had different values before (a flag that the constructor sets by the rank).
 
@@ -95,7 +95,7 @@ class UnlikeWrites:
         self._looked = dict(self._written())
 
     def start(self) -> None:
-        """Behind the step: begin to compare what it has written. Collective over the replicas of this stage."""
+        """After the step: begin to compare what it has written. Collective over the replicas of this stage."""
         self._found, self._looked = dict(self._written()) if self._looked is None else self._looked, None
         now = ((spelled(name), sums) for name, (_, sums) in self._found.items())
         number = float(sum(zlib.crc32(repr(each).encode()) for each in now))

@@ -46,7 +46,7 @@ def tokenise(
         rows: what has the texts.
         tokenizer: of ``transformers`` or of ``tokenizers``.
         column: with the texts.
-        end: number of a token to put behind every document, by which :func:`pack` and the model tell them apart.
+        end: number of a token to put after every document, by which :func:`pack` and the model tell them apart.
         longest: tokens of a document to keep, ``end`` included; all by default.
         options: for ``map``, as ``num_proc`` or ``cache_file_name``.
 
@@ -55,7 +55,7 @@ def tokenise(
 
     Raises:
         ValueError: there is no such column, or ``longest`` is below 1.
-        TypeError: the rows are none of ``datasets``.
+        TypeError: the rows are not from ``datasets``.
     """
     if not hasattr(rows, "column_names"):
         raise TypeError(
@@ -124,7 +124,7 @@ def mix(sources: Sequence[Any], weights: Sequence[float], *, seed: int = 0, unti
 
 
 class OwnStream:
-    """A stream that is none of ``datasets``; every pass over it begins anew."""
+    """A stream that is not from ``datasets``; every pass over it begins anew."""
 
     def __init__(self, *sources: Any) -> None:
         self._sources = sources

@@ -1,6 +1,6 @@
 """Values that callbacks collect of batches by themselves, which over replicas are of their own samples.
 
-A callback may keep outputs in its own hook, and make something of them behind the loop::
+A callback may keep outputs in its own hook, and make something of them after the loop::
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, ...):    def on_validation_epoch_end(self, ...):
         self.scores.append(outputs["scores"])                                   pl_module.log("auc", auc(self.scores))
@@ -46,7 +46,7 @@ class Collected:
         }
 
     def compare(self, loop: str) -> None:
-        """Behind the last batch of a loop, before callbacks see it; collective over the replicas.
+        """After the last batch of a loop, before callbacks see it; collective over the replicas.
 
         Args:
             loop: ``train``, ``validation`` or ``test``.
@@ -65,7 +65,7 @@ class Collected:
             said = ", ".join(f"`{kinds[at]}.{name}`" for at, name in found)
             rank_zero_warn(
                 f"callbacks collect {said} in `on_{loop}_batch_end` from the samples of each of the "
-                f"{self._group.size()} replicas, where one process collects those of all: the hooks behind the loop "
+                f"{self._group.size()} replicas, where one process collects those of all: the hooks after the loop "
                 f"see those of their replica. Gather what they need (`trainer.strategy.all_gather`), {keeps}"
                 "use a torchmetrics object, or pass `whole_batch_loss=False` if each replica's own is meant."
             )

@@ -1,8 +1,8 @@
-"""Values that steps keep for the hooks behind their loop, made those of all replicas' samples.
+"""Values that steps keep for the hooks after their loop, made those of all replicas' samples.
 
 A replica's steps see its own samples, and so does what they count and collect on the module. One process has those of
 all. How a value comes together is found out by a trial (:mod:`.logged`; :mod:`.tries` in training), for the names that
-hooks read; behind the last batch, before the first of these hooks, replicas tell each other what they have::
+hooks read; after the last batch, before the first of these hooks, replicas tell each other what they have::
 
     self.right += (p == y).sum()      what was there, and the sum of what each has added
     self.outputs.append(self(x))      an entry for each batch, of the samples of all replicas
@@ -11,7 +11,7 @@ hooks read; behind the last batch, before the first of these hooks, replicas tel
 
 Steps of training go on from what they have kept, in other hooks too; only what nothing else reads comes together there.
 Hooks that know of replicas (:mod:`.reading_hooks`) find what their own has left. What callbacks collect themselves in
-hooks behind each batch stays their replica's, and the user is told if replicas have not the same.
+hooks after each batch stays their replica's, and the user is told if replicas have not the same.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _TRIES = 4  # loops in whose first batch it is tried how values come together, a
 
 
 class KeptInLoop:
-    """Values that the steps of one loop after another keep for the hooks behind it.
+    """Values that the steps of one loop after another keep for the hooks after it.
 
     Args:
         module: the user's module.
         mesh: the grid.
-        read: by name of a step, names that hooks behind its loop read.
+        read: by name of a step, names that hooks after its loop read.
         ways: by name of a step, how each value that it writes comes together; "" where that is unknown.
         logged: is asked to try the first batch of a loop; ``None`` in training, whose trials go by themselves.
 
@@ -91,7 +91,7 @@ class KeptInLoop:
         self._note(name, batch)
 
     def together(self, name: str) -> None:
-        """Behind the last batch, let every replica have what one process has; collective over the replicas.
+        """After the last batch, let every replica have what one process has; collective over the replicas.
 
         Args:
             name: of the user's step.
@@ -181,7 +181,7 @@ class KeptInLoop:
 
 
 class KeptForHooks(Callback):
-    """Puts what steps of training and evaluation keep together over the replicas, behind each loop.
+    """Puts what steps of training and evaluation keep together over the replicas, after each loop.
 
     Args:
         module: the user's module.
@@ -226,7 +226,7 @@ class KeptForHooks(Callback):
 
     def is_whole(self, value: Any) -> bool:
         """Whether a number that the running hook logs to be summed over the replicas is that of all samples already: it
-        is the same on all of them, behind a loop whose values have been put together. Collective over them.
+        is the same on all of them, after a loop whose values have been put together. Collective over them.
 
         Args:
             value: logged.

@@ -6,7 +6,7 @@ or targets, a sum, an extreme, or a function of such, whatever ``reduce_fx`` mak
     replica 0   30 tokens   mean 2.0 ┐  mean of means         1.50   as by ``sync_dist=True``
     replica 1   70 tokens   mean 1.0 ┘  mean over all tokens  1.30   one process
 
-Replicas may have unlike numbers of batches where nothing is logged, so that they meet only behind a step that has
+Replicas may have unlike numbers of batches where nothing is logged, so that they meet only after a step that has
 logged something. There they see whether there are numbers of which it is not known how they combine. If so, the step
 is tried on parts of the batch, and what it has logged is put together anew.
 """
@@ -120,7 +120,7 @@ class LoggedInEvaluation:
         return {} if known is None else known.reading.within
 
     def over_replicas(self, outcome: Outcome, batch: Any, name: str, numbers: set[str]) -> None:
-        """Put the logs of all replicas into an outcome, where the loss is computed; and whether to try the step behind
+        """Put the logs of all replicas into an outcome, where the loss is computed; and whether to try the step after
         it (:attr:`.Outcome.differ`). Collective over the replicas if something was logged.
 
         Args:

@@ -1,6 +1,6 @@
 """Finds the hooks that read what steps keep, and whether they know that there are replicas.
 
-Since no hook behind an epoch is given the outputs of its steps, modules keep them by hand::
+Since no hook after an epoch is given the outputs of its steps, modules keep them by hand::
 
     def validation_step(self, batch, batch_idx):       def on_validation_epoch_end(self):
         self.outputs.append(self(x))                       self.log("spread", torch.cat(self.outputs).std())
@@ -35,7 +35,7 @@ _LATE = ("on_train_epoch_end", "on_train_end", "on_fit_end")
 
 
 def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: str) -> set[str]:
-    """Names in the hooks behind a loop that do not know of replicas, but for those in hooks that do.
+    """Names in the hooks after a loop that do not know of replicas, but for those in hooks that do.
 
     Args:
         module: the user's.
@@ -53,7 +53,7 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
 
 
 def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:
-    """Names in hooks of a callback behind a loop that log, or set what is not the callback's, and do not know of
+    """Names in hooks of a callback after a loop that log, or set what is not the callback's, and do not know of
     replicas, if it looks at each batch.
 
     Args:
@@ -69,13 +69,13 @@ def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -
 
 
 def names_only_collected(module: pl.LightningModule, callbacks: Iterable[Callback], names: set[str]) -> set[str]:
-    """Those of ``names`` that no code but the hooks behind training reads: others append to them, add to them, or set
+    """Those of ``names`` that no code but the hooks after training reads: others append to them, add to them, or set
     them anew.
 
     Args:
         module: the user's.
         callbacks: of the Trainer.
-        names: that the hooks behind training read.
+        names: that the hooks after training read.
     """
     behind, found = _behind("train"), set(names)
     if not found:

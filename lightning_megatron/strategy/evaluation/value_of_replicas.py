@@ -52,7 +52,7 @@ class KeptValue:
         table: where it is.
         key: of it.
         start: as the loop has found it.
-        ends: how many entries or rows it had, first and behind each batch.
+        ends: how many entries or rows it had, first and after each batch.
     """
 
     table: Table
@@ -73,7 +73,7 @@ class KeptValue:
         return MISSING if table is None else table.get(self.key, MISSING)
 
     def end_batch(self, module: nn.Module) -> None:
-        """Take note of how long it is behind a batch."""
+        """Take note of how long it is after a batch."""
         self.ends.append(_length(self.now(module)))
 
     def tell(self, module: nn.Module, way: Any, batches: Sequence[Mapping[Any, float]]) -> ToldValue:

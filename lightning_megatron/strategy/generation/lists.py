@@ -39,7 +39,7 @@ def continue_prompts(
     Args:
         strategy: whose module has been set up by ``fit``, ``validate``, ``test`` or ``predict``.
         prompts: texts, with a ``tokenizer``, or lists of token ids.
-        model: which one of the module's to ask; by default the first that has a ``generate`` of Hugging Face's.
+        model: which one of the module's to ask; by default the first that has Hugging Face's ``generate``.
         tokenizer: Hugging Face's.
         max_new_tokens: most tokens that follow a prompt.
         batch_size: prompts at a time, of each replica.
@@ -127,7 +127,7 @@ def _find(module: nn.Module) -> Any:
         if callable(getattr(child, "generate", None)) and hasattr(child, "generation_config"):
             return child
     raise ValueError(
-        f"`{type(module).__name__}` has no model with a `generate` of Hugging Face's; call your own loop on every "
+        f"`{type(module).__name__}` has no model with Hugging Face's `generate`; call your own loop on every "
         "rank, under `torch.no_grad()`."
     )
 

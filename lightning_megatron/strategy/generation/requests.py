@@ -109,7 +109,7 @@ class Requests:
         end = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens))
         tokens = tokens[: end + 1]
         while self._stops and tokens and tokens[-1] == self._pad and self._pad not in self._ends:
-            tokens.pop()  # behind a string that ends a text
+            tokens.pop()  # after a string that ends a text
         return tokens
 
 

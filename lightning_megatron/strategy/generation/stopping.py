@@ -43,7 +43,7 @@ _ENDS, _SCORES = 1, 2
 
 
 def agree_on_stops(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Let the models of Hugging Face's in ``module`` end their generations on all ranks together; also after the run.
+    """Let the Hugging Face models in ``module`` end their generations on all ranks together; also after the run.
 
     Args:
         module: the user's, before anything else is put around its models' ``generate``; it may be divided later.

@@ -55,7 +55,7 @@ def streaming_of(given: Streams) -> Streaming | None:
     """The requested location and settings.
 
     Raises:
-        ValueError: it is none of the values that there are.
+        ValueError: the value is not one of those documented.
     """
     if given is None:
         return None

@@ -91,7 +91,7 @@ class LateModules:
             )
         if cut:
             raise RuntimeError(
-                f"`{name}` is given another module in a hook, behind the division of the layers over {self._stages} "
+                f"`{name}` is given another module in a hook, after the division of the layers over {self._stages} "
                 "pipeline stages, of which each has its own only: no stage would have all weights of the new one. "
                 f"{_EARLIER}, or use `pipeline_parallel_size=1`."
             )
@@ -113,8 +113,8 @@ class LateModules:
                 error.add_note(_compiled(late[0]))
             if self._replaced:
                 error.add_note(
-                    f"`{self._replaced[0]}` was given another module in a hook, behind the division of its weight over "
-                    f"tensor-parallel ranks: the modules around it go on with their parts. {_EARLIER}, or use "
+                    f"`{self._replaced[0]}` was given another module in a hook, after the division of its weight over "
+                    f"tensor-parallel ranks: the modules around it keep their parts. {_EARLIER}, or use "
                     "`tensor_parallel_size=1`."
                 )
             raise
@@ -127,7 +127,7 @@ class LateModules:
 
 def _compiled(name: str) -> str:
     return (
-        f"`{name}` is compiled in a hook, behind its division over ranks, which is done in Python around its layers. "
+        f"`{name}` is compiled in a hook, after its division over ranks, which is done in Python around its layers. "
         "Compile it in `__init__`, `setup` or `configure_model`: its layers are then compiled one by one, as they are "
         "divided."
     )

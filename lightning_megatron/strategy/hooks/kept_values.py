@@ -1,7 +1,7 @@
 """Values that a module keeps from one step to the next, and reads there before it writes them anew.
 
 A layer may leave what it likes on itself: an attention map, a loss of its own. Micro-batches write it one after the
-other, and whoever reads it behind the layer reads his own. But a memory (Transformer-XL), a running state or a cache
+other, and whoever reads it after the layer reads his own. But a memory (Transformer-XL), a running state or a cache
 is read by the layer's *next* call::
 
     self.map = scores            written first: each micro-batch has its own

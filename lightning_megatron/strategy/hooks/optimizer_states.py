@@ -116,7 +116,7 @@ class StatesInRuns:
             self._versions = [((at, key), each, version_of(each)) for at, key, each in states_of(self._module)]
 
     def check(self) -> None:
-        """Behind a run of the step.
+        """After a run of the step.
 
         Raises:
             RuntimeError: it has written.

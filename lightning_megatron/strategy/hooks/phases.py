@@ -12,7 +12,7 @@ Such expressions are read in the source of ``training_step``, and of the methods
 that it calls. They are computed before each step; where one is true or false for the first time, or chooses a function
 or a word that it has not chosen before, the step is tried again. Those of steps and epochs are the same on all ranks,
 so that all of them try at once. A switch such as ``if self.warm:`` may be thrown on one rank only: the others hear of
-it behind the step, and the next one is tried. Hooks that are registered on modules later are such a change of code.
+it after the step, and the next one is tried. Hooks that are registered on modules later are such a change of code.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _said: set[str] = set()
 
 
 def _said_once(record: logging.LogRecord) -> bool:
-    """Whether a note of Lightning's is to be printed: once, by rank 0, instead of by every rank in every save."""
+    """Whether a message of Lightning is to be printed: once, by rank 0, instead of by every rank in every save."""
     text = record.getMessage()
     if record.levelno > logging.INFO:
         return True

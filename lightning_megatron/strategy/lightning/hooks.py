@@ -55,7 +55,7 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
 
 
 def watches_each_batch(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
-    """Whether a step or hook of the module, or of a callback, may look at ``.grad`` behind a batch that is accumulated
+    """Whether a step or hook of the module, or of a callback, may look at ``.grad`` after a batch that is accumulated
     with later ones. Users who optimize by hand say themselves what is summed when.
     """
     if not module.automatic_optimization:

@@ -99,7 +99,7 @@ class Preemption:
             return
         if before is not None or not self._trainer.training:
             if self._trainer.is_global_zero:
-                _say('Stopped at once, without saving; go on with the newest checkpoint: `ckpt_path="last"`.')
+                _say('Stopped at once, without saving; resume with the newest checkpoint: `ckpt_path="last"`.')
             _end_quickly()
             raise KeyboardInterrupt
         self._interrupted_at = now
@@ -163,7 +163,7 @@ class Preemption:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
-                return f'{type(callback).__name__} saves; go on with its checkpoint, or `ckpt_path="last"`.'
+                return f'{type(callback).__name__} saves; resume with its checkpoint, or `ckpt_path="last"`.'
         saver = next((c for c in callbacks if isinstance(c, ModelCheckpoint)), None)
         if saver is None or saver.dirpath is None:
             return "nothing was saved; a ModelCheckpoint among the Trainer's callbacks says where to."
@@ -171,7 +171,7 @@ class Preemption:
             return "there was nothing to save yet."
         path = os.path.join(saver.dirpath, ON_SIGNAL)
         trainer.save_checkpoint(path, weights_only=False)
-        return f'saved {path}; go on with `ckpt_path={path!r}`, or "last".'
+        return f'saved {path}; resume with `ckpt_path={path!r}`, or "last".'
 
 
 def _end_quickly() -> None:

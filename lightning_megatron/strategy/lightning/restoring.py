@@ -28,7 +28,7 @@ _RESTORE = "_restore_modules_and_callbacks"
 
 
 class _WhenSetUp(Replacement):
-    """Stands for the method of Lightning's that restores modules and callbacks.
+    """Stands for the Lightning method that restores modules and callbacks.
 
     Args:
         connector: whose method it is.

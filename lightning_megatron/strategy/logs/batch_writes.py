@@ -74,7 +74,7 @@ class BatchWrites:
         return BatchCopy(part, own, shared=self._shared)
 
     def note(self, copy: BatchCopy, index: int, *, last: bool, alone: Callable[[Tensor], bool]) -> None:
-        """Called behind a run.
+        """Called after a run.
 
         Args:
             copy: what :meth:`copied` gave for it.

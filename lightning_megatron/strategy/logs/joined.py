@@ -2,7 +2,7 @@
 
 Some neighbouring micro-batches are run apart and together, and what the step returns and logs is compared::
 
-    rows        torch.cat of the parts, or their entries one behind the other      predictions [b, V], texts
+    rows        torch.cat of the parts, or their entries one after the other      predictions [b, V], texts
     means       weighted by samples, or by what is no padding (:class:`Counted`)    a mean loss
     sum         of the parts                                                        a number of correct answers
     max, min    of the parts

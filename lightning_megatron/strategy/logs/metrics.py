@@ -14,8 +14,8 @@ micro-batches also updates a copy of the metric that sees this batch alone, and 
 Where there are replicas, such a copy counts also in a step of one micro-batch, and computes from the states of all.
 
 A mean or a sum that is told a number of the batch (``self.mean.update(loss)``) is told one by each micro-batch of
-each replica: it takes of each the share that the micro-batch has in the number of the whole batch. Which metrics are
-told such, trials find out (:mod:`~lightning_megatron.strategy.hooks.metric_states`)::
+each replica: it takes of each the share that the micro-batch has in the number of the whole batch. Trials find out
+which metrics are told such a number (:mod:`~lightning_megatron.strategy.hooks.metric_states`)::
 
     one process   value += loss               weight += 1
     micro-batch   value += share · its loss   weight += share           the shares of a batch add up to 1

@@ -81,7 +81,7 @@ class LogRouting(Replacement):
         self._replaced.put(module, "log", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """``self.log`` of the module; arguments as of Lightning's."""
+        """``self.log`` of the module; arguments as Lightning's."""
         recorder = None if self._predicts else self._engine.recording.recorder  # nothing is logged in predictions
         in_hook = self._by_hand and (lightning_state.hook_of(self._module) or "").startswith("on_")
         if recorder is not None and not in_hook:

@@ -100,7 +100,7 @@ class SharedBuffers:
         return torch.zeros_like(twin, device=self._device)
 
     def check(self, told: Collection[str]) -> None:
-        """Complain about one that was written here, of which the last stage does not know, behind the first step.
+        """Complain about one that was written here, of which the last stage does not know, after the first step.
 
         Args:
             told: names of those that it has written.
@@ -130,7 +130,7 @@ class SharedBuffers:
             if several or (len(at) > 1 and name in self._statistics and not self._is_same(name)):
                 raise RuntimeError(
                     f"pipeline stages {at} have each written into the buffer `{name}`, of which one process has one: "
-                    "its module runs between layers, in several layers, or before and behind them. Give each place a "
+                    "its module runs between layers, in several layers, or before and after them. Give each place a "
                     "module of its own (of a batch norm: or use `nn.LayerNorm`), or use `pipeline_parallel_size=1`."
                 )
             if at and last not in at:

@@ -256,7 +256,7 @@ class WrittenInRuns:
         self._sums = self._summed()
 
     def check(self) -> None:
-        """Behind the first run of the batch.
+        """After the first run of the batch.
 
         Raises:
             RuntimeError: a weight was written, or the state of an optimizer.

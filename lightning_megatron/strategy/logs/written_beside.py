@@ -1,7 +1,7 @@
 """Writes of the last stage's step beside the attributes of the user's module, for the other stages.
 
 A module between the layers counts its calls, the step counts in a dictionary of its Python module or draws from a
-generator behind the layers. The stages before the last do not get that far, and go on from what they have. Looking
+generator after the layers. The stages before the last do not get that far, and go on from what they have. Looking
 everywhere takes reading the code, so it is done in the first step of each kind and now and then; what was seen to be
 written there is followed in every step.
 """

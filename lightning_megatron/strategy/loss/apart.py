@@ -1,6 +1,6 @@
 """Whether the layers may run in micro-batches where the loss is one of the whole batch, found out by trying.
 
-They may where each of them computes sample by sample, and where the code behind them asks for nothing but the last
+They may where each of them computes sample by sample, and where the code after them asks for nothing but the last
 one's output. Two micro-batches are run in four ways, forward only (or all of a batch, where the loss of two of them
 tells nothing); what is equal must be::
 
@@ -57,7 +57,7 @@ class AroundTrial:
         both: all of them at once.
         schedule: gives the schedule of a forward of so many micro-batches.
         use_rows: told of which samples the micro-batches are that run next.
-        is_behind: whether this rank has come behind the layers, so that no other one waits for it.
+        is_behind: whether this rank has come past the layers, so that no other one waits for it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class AroundTrial:
             narrowest: the narrowest type in which a loss was computed.
         """
         if self.failed or len(self._found) != 4:
-            return self.failed or "the code behind the layers does not run by itself"
+            return self.failed or "the code after the layers does not run by itself"
         numbers = [_numbers(output, recorder, device) for output, recorder in self._found]
         if not math.isfinite(numbers[0]["loss"]):
             return f"the loss is {numbers[0]['loss']}"
@@ -153,7 +153,7 @@ class AroundTrial:
             return across
         whole, joined, apart, again = numbers
         for one, other, why in (
-            (whole, joined, "the code behind them needs more than the output of the last one"),
+            (whole, joined, "the code after them needs more than the output of the last one"),
             (apart, again, across),
         ):
             if one.keys() != other.keys() or not all(_close(one[key], other[key], tolerance) for key in one):

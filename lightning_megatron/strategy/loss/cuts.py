@@ -224,7 +224,7 @@ class Cuts:
             self._unlike_writes.look()
 
     def settle(self) -> None:
-        """Behind the step: what it goes on from is what the samples of all replicas have written. Collective over them,
+        """After the step: what it goes on from is what the samples of all replicas have written. Collective over them,
         as is :meth:`check`.
         """
         if self.all_samples is not None:

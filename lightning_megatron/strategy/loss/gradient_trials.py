@@ -240,7 +240,7 @@ class BackwardTrials:
         if stray := next((why for why, is_stray in whys if is_stray), ""):
             raise RuntimeError(
                 f"{stray}, and on a stage whose numbers the others do not get. Write it where the last stage is "
-                "(behind the layers), or use `pipeline_parallel_size=1`."
+                "(after the layers), or use `pipeline_parallel_size=1`."
             )
         why = next((why for why, _ in whys if why), "")
         if not (why and self._judges and (around or len(parts) > 1)):

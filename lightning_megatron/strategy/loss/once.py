@@ -172,7 +172,7 @@ class OncePerBatch:
                 inside.put_back()
 
     def note(self, turn: int, *, last: bool) -> None:
-        """After a run: remember what a micro-batch has left, and put all together behind the last of them.
+        """After a run: remember what a micro-batch has left, and put all together after the last of them.
 
         Args:
             turn: which run of the micro-batch it was.
@@ -380,7 +380,7 @@ def _refused(step: str, name: str, key: Any, *, known: bool) -> str:
         return (
             f"`{step}` writes `{spelled((name, key))}` otherwise in one micro-batch of a batch than in another, where "
             "it wrote the same in all that were tried: what one process leaves there is not known. Pass "
-            f"`{whole}`, or write it behind the step, in a hook such as `on_train_batch_end`."
+            f"`{whole}`, or write it after the step, in a hook such as `on_train_batch_end`."
         )
     return (
         f"`{step}` writes `{spelled((name, key))}`, which it did not write in the steps that were tried, and "

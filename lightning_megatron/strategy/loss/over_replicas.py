@@ -96,7 +96,7 @@ class OverReplicas:
         group: the replicas.
         unseen: whether this replica's batch looks like none before.
         kept: what the step keeps of each sample for the next.
-        read: names that hooks behind the loop read.
+        read: names that hooks after the loop read.
         collected: those that nothing else reads, where what is kept under them comes together.
         carried: what steps write from the samples of each replica, and go on from.
         counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
@@ -209,7 +209,7 @@ class OverReplicas:
             self._ways.learn(name, ways, usual)
 
     def comes_together(self, name: Name) -> bool:
-        """Whether a value comes together behind the last batch, or has a row for each sample."""
+        """Whether a value comes together after the last batch, or has a row for each sample."""
         return bool(self._is_kept(name) and self.ways.get(sendable(name, self._module))) or name in self.kept.places
 
     def _is_kept(self, name: Name) -> bool:

@@ -160,7 +160,7 @@ class Tried:
     Attributes:
         kept: see above.
         recorders: by piece, of what it logs.
-        failed: why it does not run on one of them, as far as the code behind the layers is concerned; or "".
+        failed: why it does not run on one of them, as far as the code after the layers is concerned; or "".
     """
 
     def __init__(

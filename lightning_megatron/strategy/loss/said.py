@@ -49,7 +49,7 @@ def say_around(found: Finding, now: Reading, parts: int) -> None:
     """
     rank_zero_info(
         f"{_why_whole(found, now)}. So that the step is that of one process, the layers run in {parts} micro-batches, "
-        "and the code before and behind them once on the whole batch: all forwards, then all backwards, with the "
+        "and the code before and after them once on the whole batch: all forwards, then all backwards, with the "
         f"activations of all {parts} micro-batches."
     )
 
@@ -191,7 +191,7 @@ def warn_of_replicas(
 
 
 def warn_of_logged(before: Reading, now: Reading, step: int) -> None:
-    """Say which numbers were logged as means although they are none: a trial could not tell, as all were equal.
+    """Say which numbers were logged as means although they are not: a trial could not tell, as all were equal.
 
     Args:
         before: what was known in those steps.
@@ -273,7 +273,7 @@ def say_how_cut(error: Exception, batch: Any, parts: int) -> None:
     elif parts > 1 and isinstance(error, _OF_SIZES) and not _is_refusal(error):
         error.add_note(
             f"The batch was cut into {parts} micro-batches along dimension 0 of its tensors, which are {size} long. If "
-            "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one behind the "
+            "its samples do not lie along that dimension (tensors of [sequence, batch], samples packed one after the "
             f"other), or code of yours counts on all of them (`x.view({size}, -1)`), set `micro_batch_size={size}` or "
             "more, so that it stays whole, or put the batch dimension first."
         )

@@ -226,7 +226,7 @@ def found_again(root: nn.Module, table: Table) -> MutableMapping[Any, Any] | Non
 
 
 def wrap_iterators(table: Table) -> None:
-    """Let the iterators of a table be such as can be taken back."""
+    """Replace the iterators of a table by ones that can be taken back."""
     for key in table.keys:
         value = table.values.get(key, MISSING)
         now = replayed(value)

@@ -51,7 +51,7 @@ class Traces:
         module: the user's module, with all modules in it.
         only: names of those modules in it that count; all by default.
         beside: also what does not hang on the module: classes, globals, closures, and whether the Trainer is asked to
-            stop. Iterators that are found are replaced by such as can be taken back.
+            stop. Iterators that are found are replaced by ones that can be taken back.
         hooks: where the module keeps hooks, if that is known.
 
     Attributes:

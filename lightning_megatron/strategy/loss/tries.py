@@ -183,7 +183,7 @@ class LossTrials:
         return self.looks_new or (self._phases is not None and self._phases.switched)
 
     def keep_whole(self) -> None:
-        """Say that the loss is one of the whole batch, in layers and behind them."""
+        """Say that the loss is one of the whole batch, in layers and after them."""
         self.reading, self.around, self._in_layers = replace(self.reading, stays=True), False, True
 
     def note_logged(self, outcome: Outcome) -> None:

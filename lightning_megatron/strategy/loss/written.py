@@ -1,7 +1,7 @@
 """Compares what the steps of the parts of a batch write with what the step of the whole writes.
 
 One process runs its step once per batch, and what the step reads of its own earlier writes is of earlier batches. So
-each micro-batch finds what the first one found, and what they leave is put together behind the last of them
+each micro-batch finds what the first one found, and what they leave is put together after the last of them
 (:mod:`.once`)::
 
     self.calls += 1                   the same for every part      as the last one leaves it
@@ -36,7 +36,7 @@ Weights = Mapping[Any, Sequence[float]]
 _ADDED = frozenset({"sum", "each"})
 _SMALL = 1024  # elements of a tensor that is compared in every batch
 Kinds = tuple[Any, ...]
-"""Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one behind the
+"""Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one after the
 other), "total" (of one entry of a list each), "once" (of one of the parts), "set" (elements, other ones by
 each); or a mean, by its way to weigh. The first is the usual one."""
 

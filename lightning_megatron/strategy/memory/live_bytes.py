@@ -166,7 +166,7 @@ class LiveBytes(TorchDispatchMode):
                 self._change(memory, size)
 
     def _change(self, memory: _Memory, size: int, *, later: bool = False) -> None:
-        """Note a size at the latest point, or the next one: what goes behind an operation was there in it."""
+        """Note a size at the latest point, or the next one: what goes after an operation was there in it."""
         self._events.append((len(self._times) - 1 + later, memory, size - memory.size))
         memory.size = size
 

@@ -34,7 +34,7 @@ class Balance:
         """Meaning of a value of the option.
 
         Raises:
-            ValueError: it is none of those that are known.
+            ValueError: the value is unknown.
         """
         given = {value: None} if isinstance(value, str) else value
         if given is None:

@@ -95,7 +95,7 @@ def check_options(
 
 
 def check_times(timeout: Any, hang_timeout: Any) -> None:
-    """Refuse times that are none.
+    """Refuse invalid times.
 
     Raises:
         ValueError: with the option's name and value.
@@ -161,7 +161,7 @@ def check_overlap(overlap: Any, sharding: Any, compile_layers: Any) -> None:
 
 
 def check_loss_chunks(chunks: Any, weight_sharding: Any) -> None:
-    """Refuse a number of pieces that is none, and weights that are gone when a piece is computed.
+    """Refuse an invalid number of pieces, and weights that are gone when a piece is computed.
 
     Raises:
         ValueError: with the option to change.

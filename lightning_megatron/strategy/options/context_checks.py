@@ -26,7 +26,7 @@ PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true")
 
 
 def check_context(options: Any) -> None:
-    """Refuse a context-parallel size that is none, and options that cannot be combined with context ranks.
+    """Refuse an invalid context-parallel size, and options that cannot be combined with context ranks.
 
     Raises:
         ValueError: with both options.

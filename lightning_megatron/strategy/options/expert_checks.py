@@ -31,7 +31,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
 def check_experts(options: Any) -> None:
-    """Refuse an expert-parallel size that is none, and options that cannot be combined with expert ranks.
+    """Refuse an invalid expert-parallel size, and options that cannot be combined with expert ranks.
 
     Raises:
         ValueError: with both options.

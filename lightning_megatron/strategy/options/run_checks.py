@@ -116,7 +116,7 @@ def _check_made(module: pl.LightningModule) -> None:
 
 
 def _check_adapters(module: pl.LightningModule) -> None:
-    """Refuse adapters of peft's that compare those of all layers."""
+    """Refuse peft adapters that compare those of all layers."""
     for name, child in module.named_modules():
         if hasattr(child, "rankallocator") and type(child).__module__.startswith("peft."):
             raise MisconfigurationException(

@@ -17,7 +17,7 @@ from lightning_megatron.strategy.activations.mlp_pieces import check_chunks
 
 
 def check_size(name: str, size: Any) -> None:
-    """Refuse a number of ranks that is none.
+    """Refuse an invalid number of ranks.
 
     Args:
         name: of the option.
@@ -93,7 +93,7 @@ _WITH_LAYOUT = {
 
 
 def check_draws(options: Any) -> None:
-    """Refuse a value of ``random_streams`` that is none, and options that cannot be combined with it.
+    """Refuse an invalid value of ``random_streams``, and options that cannot be combined with it.
 
     Raises:
         ValueError: with both options.
@@ -137,7 +137,7 @@ _ONE_BACKWARD = ("1f1b", "gpipe", "interleaved")
 
 
 def check_activations(options: Any) -> None:
-    """Refuse values of ``activation_offload`` and ``mlp_chunks`` that are none, and options that do not go with them.
+    """Refuse invalid values of ``activation_offload`` and ``mlp_chunks``, and options that do not go with them.
 
     Raises:
         ValueError: with both options.

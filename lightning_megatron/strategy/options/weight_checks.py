@@ -42,7 +42,7 @@ _BLIND = (
 
 
 def check_weight_sharding(options: Any) -> None:
-    """Refuse a value that is none, and options that cannot be combined with sharded weights.
+    """Refuse an invalid value, and options that cannot be combined with sharded weights.
 
     Raises:
         ValueError: with both options.
@@ -117,7 +117,7 @@ _NOT_STREAMED = {
 
 
 def check_weight_streaming(options: Any) -> None:
-    """Refuse a value that is none, and options that cannot be combined with streamed weights.
+    """Refuse an invalid value, and options that cannot be combined with streamed weights.
 
     Raises:
         ValueError: with both options.
@@ -140,7 +140,7 @@ def check_streamed_weights(given: Streams, trainer: pl.Trainer, module: pl.Light
         refuse_with(streaming, "`fit`, which updates weights; `optimizer_offload` and `weight_sharding` are for that")
     if str(trainer.precision) == "fp8-mixed":
         refuse_with(streaming, "8-bit products, which keep weights of their own")
-    hand = "its steps may update weights, which are lost behind their layer"
+    hand = "its steps may update weights, which are lost after their layer"
     check_module_with(streaming, module, by_hand=hand, compiled="compiled code does not wait for weights")
 
 
@@ -176,7 +176,7 @@ def watches_whole_weights(module: pl.LightningModule, callbacks: list[Callback])
 
 
 def watches_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
-    """Whether a hook that runs inside a step, behind its forward, may look at weights."""
+    """Whether a hook that runs inside a step, after its forward, may look at weights."""
     if any(is_overridden(hook, module) for hook in _OVERRIDDEN):
         return True
     return any(is_overridden(hook, each, parent=Callback) for each in _seeing(callbacks) for hook in _SEEN)

@@ -1,4 +1,4 @@
-"""``MegatronStrategy.save_adapter``: an adapter of peft's alone, while the model that it adapts stays where it is."""
+"""``MegatronStrategy.save_adapter``: a peft adapter alone, without the model that it adapts."""
 
 from __future__ import annotations
 

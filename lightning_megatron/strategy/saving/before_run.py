@@ -32,7 +32,7 @@ def save_before_run(
     Args:
         module: the user's.
         io: writes the checkpoint.
-        checkpoint: of Lightning's.
+        checkpoint: Lightning's.
         path: of the checkpoint.
         storage_options: of its file system.
         is_first: whether this is global rank 0.

@@ -61,7 +61,7 @@ class MegatronCheckpointIO(CheckpointIO):
     Args:
         async_save: go on training while the checkpoint is written. Saving then takes only the time of a copy to host
             memory; a failure in the background is raised at the next step, and the end of the run waits.
-        load_optimizer: whether optimizers go on with their state in the checkpoint; ``False`` starts them afresh.
+        load_optimizer: whether optimizers resume with their state in the checkpoint; ``False`` starts them afresh.
         prefixes: start of a name in the checkpoint -> start of the name in the module, for weights that have moved,
             such as ``{"model.": "backbone.model."}``; the longest that fits counts.
         weights_only: whether ``meta.pt`` may hold plain data only. ``False`` also loads arbitrary pickled objects

@@ -1,7 +1,7 @@
 """Finds the checkpoint of ``ckpt_path="last"``: the newest that is whole, by its completion marker.
 
 Lightning finds what ``ModelCheckpoint(save_last=True)`` has saved under a name of its own, and begins anew without one.
-So it is here: other checkpoints alone are no run to go on with. Where there is such a run, a newer checkpoint is taken
+So it is here: other checkpoints alone are no run to resume. Where there is such a run, a newer checkpoint is taken
 whatever its name, and an older one instead of one that is damaged.
 """
 

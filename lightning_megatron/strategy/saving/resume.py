@@ -223,7 +223,7 @@ class Resumption:
         if any(worker is not None for worker in workers):
             rank_zero_warn(
                 f"The data set drew random numbers in {len(workers)} loader workers; with "
-                f"`num_workers={loader.num_workers}` it goes on with other numbers. Samples stay in order."
+                f"`num_workers={loader.num_workers}` it continues with other numbers. Samples stay in order."
             )
         return False
 

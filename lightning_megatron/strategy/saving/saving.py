@@ -195,7 +195,7 @@ class Saving:
         return {name: pieces for name, pieces in self.weights.room().items() if name in found.stored}
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        """Write a checkpoint of Lightning's; after a failure of some ranks only, say that nothing can be saved."""
+        """Write a Lightning checkpoint; after a failure of some ranks only, say that nothing can be saved."""
         if not self._processes.can_meet():
             print(f"{self._processes.place}: no checkpoint at {path}: not all ranks failed together")
             return

@@ -98,7 +98,7 @@ class OneStage:
         try:
             yield executor
         finally:
-            whole.end()  # steps that run whole, behind a trial, draw as the user's code does
+            whole.end()  # steps that run whole, after a trial, draw as the user's code does
 
     def _open(self) -> tuple[UncutModule, PipelineExecutor]:
         if self._opened is None:

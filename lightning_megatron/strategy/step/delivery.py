@@ -1,7 +1,7 @@
 """Sending the outcome of a step from the stage that computes the loss to the other stages of its pipeline.
 
 Everything that a step leaves behind travels in one message: the loss and the logged values as numbers; new keys, what
-the step returned and what it stored on the module behind them, as bytes, where there are any.
+the step returned and what it stored on the module after them, as bytes, where there are any.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ first epochs, and then in steps and epochs 8, 64, 512, ..., as code may write la
 work, an update makes their weights alike again: each is then that of one of them.
 
 The same holds for stages of a pipeline that have the same weight (a tied embedding, a layer used twice): of the code
-behind the layers, only the last stage runs. Their sums are compared behind the backwards of those steps; and of every
+after the layers, only the last stage runs. Their sums are compared after the backwards of those steps; and of every
 step where ``.data`` occurs in code that it may reach, which leaves no trace that a stage could look for.
 """
 
@@ -108,7 +108,7 @@ class EqualReplicas:
     def _compare(self, *, in_step: bool = False) -> None:
         self._gradients.finish_gather(spread=False)
         listed = type(self._module).named_parameters(self._module)
-        shortened = {id(p) for p in renormalised(self._module)} if in_step else ()  # behind the backward, on all
+        shortened = {id(p) for p in renormalised(self._module)} if in_step else ()  # after the backward, on all
         named = {name: p for name, p in listed if id(p) not in shortened and self._is_common(name, p)}
         for name, lowest, highest in self._sums.apart(named):
             raise RuntimeError(
@@ -150,7 +150,7 @@ class EqualStages:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare behind the backwards of a step, if it is its turn; collective over the pipeline.
+        """Compare after the backwards of a step, if it is its turn; collective over the pipeline.
 
         Raises:
             RuntimeError: a weight differs, on every stage.
@@ -165,7 +165,7 @@ class EqualStages:
             raise RuntimeError(
                 f"`{name}` is a weight that several pipeline stages have, and was written on some of "
                 f"them only: its elements add up to {lowest!r} on one and {highest!r} on another. The code of a step "
-                "behind the layers runs on the last stage alone. Write the weight before the layers are called, or in "
+                "after the layers runs on the last stage alone. Write the weight before the layers are called, or in "
                 "a hook (`on_train_batch_start`, `on_train_batch_end`) that every rank runs alike, or use "
                 "`pipeline_parallel_size=1`."
             )

@@ -36,7 +36,7 @@ class Outcome:
         state: changes to the module's plain attributes.
         stop: whether the step has asked the Trainer to stop, on any replica.
         differ: whether, on any replica, micro-batches differ in a logged number of which no trial has told how it comes
-            together; in evaluation, whether the step is to be tried behind this batch.
+            together; in evaluation, whether the step is to be tried after this batch.
         unseen: whether, on any replica, the batch looks like none before it.
         batch: what the step has left in its batch; ``None`` if nothing.
     """

@@ -145,7 +145,7 @@ class Stages(Protocol):
         Args:
             micro_batches: how many there are.
             forward_only: whether no backward follows.
-            around: whether the loss is computed behind all forwards.
+            around: whether the loss is computed after all forwards.
         """
 
     @property
@@ -165,7 +165,7 @@ class Stages(Protocol):
         """Whether the user's step is running, and in or past the last layer."""
 
     def set_back(self) -> Mapping[tuple[str, Any], Any]:
-        """(place, key) -> what the user's step has set it to behind a layer that had set it; asked at the end of the
+        """(place, key) -> what the user's step has set it to after a layer that had set it; asked at the end of the
         step, where the loss is computed.
         """
 

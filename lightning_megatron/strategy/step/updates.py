@@ -106,7 +106,7 @@ def prepare_updates(
 def _keeps_earlier(
     module: pl.LightningModule, trainer: pl.Trainer, optimizers: Sequence[Optimizer], processes: Processes
 ) -> bool:
-    """Whether gradients of the update before may be seen behind a step, or outlast it; collective over all ranks.
+    """Whether gradients of the update before may be seen after a step, or outlast it; collective over all ranks.
 
     They outlast it where user code clears them, or no optimizer does: torch's ``zero_grad`` clears what it updates.
     """
@@ -152,7 +152,7 @@ def _least_independence(
 
 
 def end_step(gradients: ModelGradients, processes: Processes) -> None:
-    """Behind a step's last backward: spread weights again, and say once per stage when they are freed from now on."""
+    """After a step's last backward: spread weights again, and say once per stage when they are freed from now on."""
     chosen, where = gradients.end_step(), processes.mesh.coordinates
     if chosen and where.data == where.tensor == where.context == 0:
         _log.info("%s: `weight_sharding` goes on with %s.", processes.place, chosen)

@@ -168,7 +168,7 @@ def export_(
 
 
 def _refuse_for_lightning(**options: Any) -> None:
-    """Refuse options that change nothing in a file of Lightning's."""
+    """Refuse options that change nothing in a Lightning file."""
     given = [f"`--{name}`" for name, value in options.items() if value is not None]
     if given:
         raise typer.BadParameter(f"{', '.join(given)} is for folders, and `--format lightning` writes one file.")

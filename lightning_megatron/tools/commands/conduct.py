@@ -75,7 +75,7 @@ def refusing(option: str | None = None) -> Iterator[None]:
 
 
 def read_json(file: Path, option: str) -> Any:
-    """The content of a JSON file; one that is none is refused with the option that named it."""
+    """The content of a JSON file; any other file is refused with the option that named it."""
     with refusing(option):
         try:
             return json.loads(file.read_text(encoding="utf-8"))

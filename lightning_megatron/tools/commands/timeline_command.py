@@ -115,7 +115,7 @@ def figures(found: Timeline) -> dict[str, Any]:
 
 
 def _check_numbers(costs: Mapping[str, float], passes: int) -> None:
-    """Refuse times that are none, and schedules that would take minutes to simulate.
+    """Refuse invalid times, and schedules that would take minutes to simulate.
 
     Raises:
         ValueError: with the argument to change.

@@ -17,7 +17,7 @@ from tests.parity.zoo.tasks import TokenTask
 
 
 class AuxiliaryBlock(Block):
-    """Returns a loss of its own beside its output, and keeps it."""
+    """Returns a loss of its own besides its output, and keeps it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         out = super().forward(x)

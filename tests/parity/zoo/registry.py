@@ -138,7 +138,7 @@ def _pretrained() -> dict[str, Specimen]:
     return found
 
 
-# Values beside the hidden state cross the cut with a gradient, or layers run in another order than they are listed:
+# Values besides the hidden state cross the cut with a gradient, or layers run in another order than they are listed:
 # under a pipeline these are refused, with an error that matches this, and every other module trains.
 _OF_ANOTHER_STAGE = r"(an argument of layer .*|the (logged value `val_)?loss`?) depends on `net\.\S+, which another"
 REFUSED_CUT = {

@@ -3,7 +3,7 @@
 If Lightning is there already, the name is registered at once; otherwise as soon as its strategies have been imported.
 What is registered is a factory, so that torch and the strategy load only when a Trainer asks for it.
 
-Lightning asks no entry point for strategies (only for callbacks, behind the strategy), so a finder on ``sys.meta_path``
+Lightning asks no entry point for strategies (only for callbacks, after the strategy), so a finder on ``sys.meta_path``
 waits for its modules. It takes itself away when they come; :func:`forget` takes it away when they do not.
 """
 
