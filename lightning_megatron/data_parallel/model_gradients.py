@@ -164,8 +164,8 @@ class ModelGradients:
             keeps: whether gradients of the update before may be looked at after a step, or outlast its ``zero_grad``.
             skips: whether updates may have to be skipped.
             watches_weights: whether the user's code may look at weights between an update and the next step.
-            rounds: whether gradients of 16-bit weights may add up in float32, to be rounded for the update.
-            widens: whether they should for the sake of the backwards of one step, where no rank shares them.
+            rounds: whether gradients of 16-bit weights may accumulate in float32, and be rounded once for the update.
+            widens: whether they must, over the micro-batches of a step, also without replicas.
             watches_forward: whether the user's code may look at weights between a step's forward and its backward.
             host: what of the optimizers lies in host memory.
         """
@@ -245,7 +245,7 @@ class ModelGradients:
             self.closed, self.buckets = self.buckets, None
 
     def _release(self) -> None:
-        """Let go of an earlier run's buffers, but for the float32 weights of which layers kept 16 bits."""
+        """Free an earlier run's buffers, except the float32 weights of which layers keep 16 bits."""
         closed, self.closed, self.windows = self.closed, None, None
         for bucket in closed.buckets if closed is not None else []:
             if bucket.weights is not None and bucket.weights.lowered:

@@ -63,8 +63,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Run:
     """A divided module on connected processes, ready for steps; exists from Lightning's ``setup`` to ``teardown``.
 
-    Invariants: every collaborator is there from the start, so none is ever ``None``; :meth:`close` gives back each hook
-    and attribute that the run took over from the module, the Trainer or torch, and may be called twice.
+    Invariants: the constructor makes all collaborators, or ``None`` for a feature that the run does not use; only the
+    guard of updates is made later, by :meth:`prepare_updates`. :meth:`close` gives back each hook and attribute that
+    the run took over from the module, the Trainer or torch, and may be called twice.
 
     Args:
         trainer: of the run.

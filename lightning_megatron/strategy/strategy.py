@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @documents_options
 class MegatronStrategy(ParallelStrategy):
-    """Trains an ordinary LightningModule with pipeline and data parallelism.
+    """Trains an ordinary LightningModule with pipeline, tensor, data, context and expert parallelism.
 
     ``Trainer(strategy=MegatronStrategy(pipeline_parallel_size=2), devices=4)`` puts the module on a grid of 2
     pipeline stages × 2 data-parallel replicas. The module's layers are cut at their calls; losses, gradients and

@@ -36,6 +36,8 @@ from lightning_megatron.data_parallel.buckets.shard_sums import ShardSums
 class GradientBuckets:
     """Accumulates the gradients of this rank's parameters, reduces them over replicas, and sets ``.grad``.
 
+    Invariant: all holders of a parameter have it at the same place of equal buckets, and start their sums in one order.
+
     Args:
         parameters: name -> parameter, in registration order.
         replicas: the ranks that hold the parameters of this stage.

@@ -219,7 +219,7 @@ class StreamedWindows:
         self.live_bytes -= window.size
 
     def rest(self) -> None:
-        """Let go of what was read ahead, between two uses of the model."""
+        """Free the weights that were read ahead, between two uses of the model."""
         for number in list(self._reading):
             self._drop(number)
 

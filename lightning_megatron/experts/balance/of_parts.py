@@ -91,7 +91,7 @@ class PartsOfBatch:
         return self._whole[place], part, self._factors[part]
 
     def forget(self) -> None:
-        """Let go of what was noted."""
+        """Forget the notes."""
         self._noted, self._whole, self._part = [], [], None
 
 

@@ -50,6 +50,9 @@ class NeedsWhole(Exception):
 class WholeTensor(torch.Tensor):
     """A tensor of global shape [.., length, ..] of which this rank holds [.., block, ..].
 
+    Invariants: ``shape`` is the global one, equal on all ranks of the group. A rule's result holds a part too, or is an
+    ordinary tensor that is equal on all of them; any other function gets, and gives, ordinary whole tensors.
+
     Attributes:
         rules: the functions that run on parts.
         along: the dim of ``length``, which is cut; not negative.

@@ -81,7 +81,9 @@ class Wrapper:
 class ForwardStack:
     """The wrappers around one module's ``forward``, at most one per slot.
 
-    It is referenced by the wrappers only, so it is copied and pickled with its module.
+    Invariant: ``module.forward`` is the outermost wrapper, and each calls the next one inwards, in the order of
+    :class:`ForwardSlot`; without wrappers it is the module's own. Only the wrappers reference the stack, so it is
+    copied and pickled with its module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -35,7 +35,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage import order
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import LayerCall
-from lightning_megatron.pipeline.stage.cursor import StageDone
+from lightning_megatron.pipeline.stage.order import StageDone
 from lightning_megatron.pipeline.stage.stage import Stage
 
 

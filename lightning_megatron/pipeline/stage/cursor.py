@@ -44,12 +44,11 @@ from lightning_megatron.pipeline.stage.split_tokens import SplitsTokens, become_
 from lightning_megatron.pipeline.stage.stand_ins import StandIns, note
 
 
-class StageDone(BaseException):
-    """Ends the user's step once this stage's layers have run; not an ``Exception``, so user code does not catch it."""
-
-
 class StageCursor:
     """Follows the layer calls of one run of the user's step on one virtual stage.
+
+    Invariants: layers ``first`` to ``stop - 1`` compute, in order and once each; those before them return stand-ins;
+    the call of layer ``stop`` fills ``sent`` and raises `StageDone`. `end` drops all references to the micro-batch.
 
     Raises:
         RuntimeError: the layers are called twice, out of order, or not at all.
@@ -231,7 +230,7 @@ class StageCursor:
                 leaves = luggage is not None and lasts(luggage.effects)
                 self.sent = trunk_output.taken(output, call.sentinel.name, leaves=leaves)
                 self.sent.forms = self.stand_ins.all_forms()
-                raise StageDone
+                raise order.StageDone
             self._streams.enter_ahead(1 + self._layers)
             if self.received.effects is not None:
                 self.side_effects.finish_trunk()
@@ -316,7 +315,7 @@ class StageCursor:
             places += [-1] * len(luggage.tensors)
         self.sent = boundary_of(tensors, places, None if luggage is None else luggage.effects, self.tokens)
         self.sent.forms = self.stand_ins.all_forms()
-        raise StageDone
+        raise order.StageDone
 
     def _substitute(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,6 +12,10 @@ LEFT_OUT = -1  # in the place of the next layer: the stages before have left the
 STARTS_OVER = frozenset((*_EVALUATES, TRIAL))
 
 
+class StageDone(BaseException):
+    """Ends the user's step once this stage's layers have run; not an ``Exception``, so user code does not catch it."""
+
+
 class CalledAgain(BaseException):
     """A step of evaluation, or a trial, calls the layers again, or one of evaluation calls none.
 

@@ -27,8 +27,8 @@ from lightning_megatron.pipeline.elsewhere.undo import Contents
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.boundary import Boundary, StageRun
 from lightning_megatron.pipeline.stage.calls import FirstCall, InnerCall, LayerCall, PartCall
-from lightning_megatron.pipeline.stage.cursor import StageCursor, StageDone
-from lightning_megatron.pipeline.stage.order import LEFT_OUT, CalledAgain
+from lightning_megatron.pipeline.stage.cursor import StageCursor
+from lightning_megatron.pipeline.stage.order import LEFT_OUT, CalledAgain, StageDone
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.pipeline.stage.trunk_output import JoinedBoundary
 

@@ -208,7 +208,7 @@ class KeptCall:
         return self.traffic.kept[self.name]
 
     def forget_unused(self) -> None:
-        """Let go the copies that the backward is not going to ask for."""
+        """Free the copies that the backward is not going to ask for."""
         for copy in self._copies:
             if copy.uses <= 0:
                 self.kinds[self._kinds.pop(id(copy))] -= copy.bytes

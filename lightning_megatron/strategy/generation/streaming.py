@@ -168,7 +168,7 @@ class StreamedWeights:
         """Do nothing: layers read their weights in and between runs."""
 
     def close(self) -> None:
-        """Let go of what was read ahead, at the end of a run."""
+        """Free the weights that were read ahead, at the end of a run."""
         self.windows.rest()
 
     def report(self) -> str:

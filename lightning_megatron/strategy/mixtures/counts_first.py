@@ -195,7 +195,7 @@ class CountsFirst:
         return run if self.may else call
 
     def forget(self) -> None:
-        """Let go of what was noted."""
+        """Forget the notes."""
         for known in self._known:
             known.parts.alone = False
             known.parts.forget()

@@ -27,7 +27,7 @@ from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import StageLinks
 from lightning_megatron.pipeline.run.program import Slot
 from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, Leaf
-from lightning_megatron.pipeline.stage.cursor import StageDone
+from lightning_megatron.pipeline.stage.order import StageDone
 from lightning_megatron.strategy.assembly.alike import materialize
 from lightning_megatron.strategy.world import World
 from lightning_megatron.tools.rehearsal.weightless import Weightless
