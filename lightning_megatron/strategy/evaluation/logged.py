@@ -6,9 +6,9 @@ or targets, a sum, an extreme, or a function of such, whatever ``reduce_fx`` mak
     replica 0   30 tokens   mean 2.0 ┐  mean of means         1.50   as by ``sync_dist=True``
     replica 1   70 tokens   mean 1.0 ┘  mean over all tokens  1.30   one process
 
-Replicas may have unlike numbers of batches where nothing is logged, so that they meet only after a step that has
-logged something. There they see whether there are numbers of which it is not known how they combine. If so, the step
-is tried on parts of the batch, and what it has logged is put together anew.
+Replicas may have unlike numbers of batches where nothing is logged, so that they meet only after a step whose code
+logs, or that has logged something. There they see whether there are numbers of which it is not known how they combine.
+If so, the step is tried on parts of the batch, and what it has logged is put together anew.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
 from lightning_megatron.strategy.generation.repeats import StartOver
+from lightning_megatron.strategy.lightning.hooks import logs_itself
 from lightning_megatron.strategy.lightning.trainer_access import present
-from lightning_megatron.strategy.logs.combining import Mean, Narrowed, combine
+from lightning_megatron.strategy.logs.combining import Mean, Narrowed
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
@@ -39,7 +40,8 @@ from lightning_megatron.strategy.loss.tables import Name, sendable
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
-from lightning_megatron.strategy.step.step import Outcome, ReplicaMean
+from lightning_megatron.strategy.step.replica_mean import ReplicaMean
+from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _AGAIN = 8  # factor between the batches in which it is tried anyhow
@@ -95,7 +97,14 @@ class LoggedInEvaluation:
         self._replicas = replicas if options.whole_batch_loss is not False else None
         self._mean = ReplicaMean(context.mesh, context.device)
         self._known: dict[str, _Known] = {}
+        self._logs: dict[str, bool] = {}
         self.start: Traces | None = None
+
+    def _may_log(self, name: str) -> bool:
+        """Whether the code of a step logs, so that replicas meet after it although none of theirs has."""
+        if name not in self._logs:
+            self._logs[name] = logs_itself(self._context.module, name)
+        return self._logs[name]
 
     @property
     def tries(self) -> bool:
@@ -130,20 +139,22 @@ class LoggedInEvaluation:
             numbers: keys that were logged as numbers, and not by metrics.
         """
         known = self._known.setdefault(name, _Known())
-        logged, asks = bool(numbers) and self._replicas is not None and not known.untried, False
-        if logged:
-            known.count += 1
-            asks = known.count >= known.next or not known.keys.issuperset(numbers) or self._tells(known, batch)
-            known.keys |= numbers
-        outcome.differ = asks
-        self._mean.start(outcome, trains=False)
+        tries = self._replicas is not None and not known.untried
+        if tries and numbers:
+            due = known.count + 1 >= known.next or not known.keys.issuperset(numbers)
+            outcome.differ = self._tells(known, batch) or due
+        self._mean.start(outcome, meets=self._may_log(name))
         self._mean.finish(outcome)
-        if not logged:
+        numbers = numbers | self._mean.numbers
+        if not (tries and numbers):
             outcome.differ = self.start is not None
             return
+        known.count += 1
+        known.keys |= numbers
         unlike = {key.name for key, off in zip(outcome.logs.keys, self._mean.unlike(_DIFFERS), strict=True) if off}
         known.untold = {key for key in unlike & numbers if key not in known.reading.logs}
-        outcome.differ |= self.start is not None or (bool(known.untold) and known.tried < _UNSETTLED)
+        open_ = (bool(known.untold) or self._mean.partly) and known.tried < _UNSETTLED
+        outcome.differ |= self.start is not None or open_
         if known.count >= known.next:
             known.next = known.count * _AGAIN
 
@@ -245,9 +256,9 @@ class LoggedInEvaluation:
         every, rows = objects.gather(mine, group), outcome.logs.rows.clone()
         for index, key in enumerate(outcome.logs.keys):
             how = ways.get(key.name)
-            if how is not None and key.metric is None:
+            if how is not None and how != "mean" and key.metric is None:
                 weights = [each[how.weigh] if isinstance(how, Mean) else 1.0 for each in every]
-                rows[index, 0] = combine(how, self._mean.values(index), rows.new_tensor(weights))
+                rows[index, 0] = self._mean.combined(index, how, rows.new_tensor(weights))
         self._say(known, found, ways, name, group.size())
         return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own), output=written)
 

@@ -127,6 +127,19 @@ def may_log(owner: Any, hook: str) -> bool:
     return may_call(owner, hook, ("log", "log_dict"))
 
 
+def logs_itself(owner: Any, hook: str) -> bool:
+    """Whether ``self.log`` stands in the code of a hook or step, or in what it names: see :func:`functions_of`."""
+    return any(_logs_by_first(function.__code__) for function in functions_of(owner, hook))
+
+
+def _logs_by_first(code: types.CodeType) -> bool:
+    """Whether code uses ``log`` of its first argument, which ``torch.log`` is not."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    owners = [before[-1] if isinstance(before, tuple) else before for _, before in steps]
+    loads = [name in ("LOAD_ATTR", "LOAD_METHOD") and value in ("log", "log_dict") for name, value in steps]
+    return any(asks and owner in code.co_varnames[:1] for owner, asks in zip(owners, loads[1:], strict=False))
+
+
 def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
     """Whether a hook of a module or callback may use one of these names, by its code and that of what it names: methods
     of the same object, and the user's functions.

@@ -88,16 +88,22 @@ class Logged:
         wide: whether it is float64.
         line: of the user's code.
         spacing: relative distance to the next number of its own type; 2⁻⁷ for bfloat16.
+        size: ``batch_size=``, where it was given.
     """
 
     value: float
     wide: bool = False
     line: str = ""
     spacing: float = 0.0
+    size: int | None = None
 
 
 def fitting(
-    values: Sequence[float], whole: float, weights: Mapping[Any, Sequence[float]], tolerance: float
+    values: Sequence[float],
+    whole: float,
+    weights: Mapping[Any, Sequence[float]],
+    tolerance: float,
+    given: Sequence[float] = (),
 ) -> dict[Any, float]:
     """In which ways values of the parts give that of the whole, each with its relative distance; the usual ones first:
     a sum before a mean over what is counted, which it is as well where only one part has any.
@@ -107,6 +113,7 @@ def fitting(
         whole: of all of them at once.
         weights: key as of :class:`Mean` -> weight of each part.
         tolerance: relative.
+        given: ``batch_size=`` of each part, by which ``mean`` weighs: the user's word, before anything else.
     """
     parts = torch.tensor(values, dtype=torch.float64)
     scale = max(abs(value) for value in (*values, whole) if math.isfinite(value))
@@ -114,7 +121,8 @@ def fitting(
     found: dict[Any, float] = {}
     plain = list(_means(parts, weights, [""]))
     usual = [(how, value) for how, value in plain if how.weigh in ("weights", "sizes")]
-    for how, value in [*usual, ("sum", ways["sum"]), *plain, *ways.items(), *_means(parts, weights, CURVES)]:
+    told = [("mean", value) for _, value in _means(parts, {"given": given}, [""])] if len(given) else []
+    for how, value in [*told, *usual, ("sum", ways["sum"]), *plain, *ways.items(), *_means(parts, weights, CURVES)]:
         off = abs(value - whole)
         if off <= tolerance * scale:  # no number never is
             found[how] = off / scale if scale else 0.0

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Number
 from types import MappingProxyType
 from typing import Any, cast
@@ -32,7 +33,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.strategy.logs.combining import Logged, Mean, combine
-from lightning_megatron.strategy.logs.metrics import BatchValue, MetricCalls, Shares
+from lightning_megatron.strategy.logs.metrics import BatchValue, Gather, MetricCalls, Shares
 
 _EMPTY = inspect.Parameter.empty
 LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -54,6 +55,8 @@ class LogKey:
         metric: dotted name of the logged torchmetrics object, or ``None`` for a number.
         dtype: floating-point type in which the value is replayed.
         options: the other arguments of ``self.log``.
+        line: of the user's code.
+        sized: whether ``batch_size=`` says what the number is a mean of.
     """
 
     name: str
@@ -61,6 +64,8 @@ class LogKey:
     metric: str | None
     dtype: torch.dtype
     options: tuple[tuple[str, Any], ...]
+    line: str = field(default="", compare=False)
+    sized: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -71,11 +76,16 @@ class StepLogs:
         keys: logged keys.
         rows: per key ``[value, weight, batch size]`` in float64; batch size -1 where none was given.
         own: what was logged with ``rank_zero_only=True`` on this rank; ``None`` if nothing.
+        later: per row with a metric behind it, what gives the metric's value, if that is a number: with a way to gather
+            that for the batches of all replicas, which is collective; until they have told each other what they log.
+        gather: that way.
     """
 
     keys: list[LogKey]
     rows: Tensor
     own: StepLogs | None = None
+    later: Mapping[int, Callable[[Gather | None], Tensor | None]] = field(default_factory=dict)
+    gather: Gather | None = None
 
 
 def no_logs(device: torch.device) -> StepLogs:
@@ -86,7 +96,6 @@ def no_logs(device: torch.device) -> StepLogs:
 @dataclass
 class _Recorded:
     key: LogKey
-    line: str
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     counts: list[Mapping[Any, float]] = field(default_factory=list)
@@ -94,13 +103,11 @@ class _Recorded:
     batch_size: int | None = None
     batch_sizes: list[int | None] = field(default_factory=list)
 
-    def whole(self, gather: Any) -> Any:
-        """The value that a metric has for the whole batch, if one metric stands behind every micro-batch's value."""
+    @property
+    def source(self) -> BatchValue | None:
+        """The metric that stands behind every micro-batch's value, if it is one."""
         first = self.sources[0] if self.sources else None
-        if first is None or any(source != first for source in self.sources):
-            return None
-        value = first.compute(gather)
-        return value if isinstance(value, Tensor) and value.numel() == 1 else None
+        return None if any(source != first for source in self.sources) else first
 
     @property
     def is_number(self) -> bool:
@@ -197,7 +204,7 @@ class LogRecorder:
         records = self._own if options.get("rank_zero_only") else self._records
         record = records.get((name, occurrence))
         if record is None:
-            record = records[(name, occurrence)] = _Recorded(self._key(name, value, options), line_of_user())
+            record = records[(name, occurrence)] = _Recorded(self._key(name, value, options))
         record.values.append(number)
         if self.metric_calls is not None:
             record.sources.append(self.metric_calls.behind(value))
@@ -216,7 +223,8 @@ class LogRecorder:
     def _key(self, name: str, value: Any, options: dict[str, Any]) -> LogKey:
         every = {**_LOG_DEFAULTS, **options}
         kept = tuple(sorted(item for item in every.items() if item[0] not in _NOT_REPLAYED))
-        return LogKey(name, operation_of(every["reduce_fx"]), self._metric_name(value), _log_dtype(value), kept)
+        how, sized = operation_of(every["reduce_fx"]), every["batch_size"] is not None
+        return LogKey(name, how, self._metric_name(value), _log_dtype(value), kept, line_of_user(), sized)
 
     def _metric_name(self, value: Any) -> str | None:
         if not isinstance(value, Metric):
@@ -268,8 +276,9 @@ class LogRecorder:
             name: Logged(
                 float(self._value(record, record.key.how, "cpu")),
                 record.key.dtype is torch.float64,
-                record.line,
+                record.key.line,
                 max((torch.finfo(each.dtype).eps for each in record.values if each.is_floating_point()), default=0.0),
+                record.batch_size,
             )
             for name, record in records.items()
         }
@@ -282,6 +291,15 @@ class LogRecorder:
             if max(each) - min(each) > _DIFFERS * max(map(abs, each)):
                 return True
         return False
+
+    def partly(self, parts: int) -> list[LogKey]:
+        """Numbers that some of the micro-batches have logged, and others have not.
+
+        Args:
+            parts: how many there are.
+        """
+        records = (record for record in self._records.values() if record.is_number and len(record.values) < parts)
+        return [replace(record.key, how=self._how(record)) for record in records]
 
     def collect(
         self,
@@ -303,9 +321,9 @@ class LogRecorder:
         records: Mapping[tuple[str, int], _Recorded],
         device: torch.device,
         joined: Mapping[tuple[str, int], tuple[Any, Any]],
-        gather: Any = None,
+        gather: Gather | None = None,
     ) -> StepLogs:
-        keys: list[LogKey] = []
+        keys, later = list[LogKey](), dict[int, Callable[[Gather | None], Tensor | None]]()
         rows = torch.zeros(len(records), 3, dtype=torch.float64, device=device)
         for row, (place, record) in zip(rows, records.items(), strict=True):
             if place in joined:
@@ -316,12 +334,15 @@ class LogRecorder:
                     row[1] = sum(_weights(record, how))
                 keys.append(replace(record.key, how=how))
                 continue
-            how, whole = self._how(record), record.whole(gather)
-            row[0] = self._value(record, how, device) if whole is None else self._as_tensor(whole)
-            how, row[1] = how if whole is None or gather is None else "same", sum(_weights(record, how))
+            how, source = self._how(record), record.source
+            whole = None if source is None or gather is not None else _whole(source, None)
+            row[0] = self._value(record, how, device) if whole is None else whole
+            row[1] = sum(_weights(record, how))
             row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
+            if source is not None and gather is not None:
+                later[len(keys)] = partial(_whole, source)
             keys.append(replace(record.key, how=how))
-        return StepLogs(keys, rows)
+        return StepLogs(keys, rows, later=later, gather=gather)
 
     def _how(self, record: _Recorded) -> Any:
         """How the values of the batch combine."""
@@ -332,6 +353,12 @@ class LogRecorder:
         """The value of the whole batch, from those of its parts."""
         values = torch.stack([value.to(device) for value in record.values]).to(torch.float64)
         return combine(how, values, torch.tensor(_weights(record, how), dtype=torch.float64, device=device))
+
+
+def _whole(source: BatchValue, gather: Gather | None) -> Tensor | None:
+    """The value of a metric for the whole batch; ``None`` if it is no number."""
+    value = source.compute(gather)
+    return value.detach().reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def _weights(record: _Recorded, how: Any) -> list[float]:

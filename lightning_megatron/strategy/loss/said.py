@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.batch_draws import Place
 from lightning_megatron.strategy.logs.combining import Mean
+from lightning_megatron.strategy.logs.step_logs import LogKey
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
@@ -188,6 +189,44 @@ def warn_of_replicas(
             f"what `self.log` is given as {with_lines(new, found)} for a batch is not made of what its parts give; "
             f"the mean over the {replicas} replicas is logged. Log a torchmetrics object."
         )
+
+
+def logs_partly(keys: Iterable[LogKey], said: set[str]) -> bool:
+    """Say which means some micro-batches or replicas have logged and others have not; whether there are any.
+
+    Args:
+        keys: that some have logged, as numbers.
+        said: names of those that were said before, which grows.
+    """
+    means = [key for key in keys if (key.how == "mean" or isinstance(key.how, Mean)) and not key.sized]
+    new = {key.name: key.line for key in means if key.name not in said}
+    said.update(new)
+    if new:
+        told = ", ".join(f"`{name}` ({line})" for name, line in new.items())
+        rank_zero_warn(
+            f"what `self.log` is given as {told} is logged for some parts of a batch (micro-batches, or what replicas "
+            "have) and not for others. The mean of those that log it is logged, weighted by all of their samples. If "
+            "it is a mean over some of them, pass over how many, for the mean of one process: "
+            "`self.log(..., batch_size=int(mask.sum()))`."
+        )
+    return bool(means)
+
+
+def warn_of_metrics(keys: Iterable[tuple[LogKey, int]], replicas: int, said: set[str]) -> None:
+    """Say which metrics some replicas have called and logged, and others have not.
+
+    Args:
+        keys: each with how many replicas have.
+        replicas: how many there are.
+        said: names of those that were said before, which grows.
+    """
+    for key, count in keys:
+        if key.name not in said:
+            said.add(key.name)
+            rank_zero_warn(
+                f"the metric behind `{key.name}` ({key.line}) was called by {count} of {replicas} replicas, and the "
+                "mean of what it gives them is logged. Call it on all, on no samples where there are none."
+            )
 
 
 def warn_of_logged(before: Reading, now: Reading, step: int) -> None:

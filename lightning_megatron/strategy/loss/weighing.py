@@ -272,7 +272,9 @@ def find(
         of_held = {way: [each[place] for place in held] for way, each in weights.items()}
         if not held or _tell(values, logged.value):
             off = max(within, _LOGGED, _SPACINGS * logged.spacing)
-            logs[key] = fitting(values, logged.value, of_held, off) if held else {}
+            given = [size for place in held if (size := parts[place].logs[key].size)]
+            given = given if sum(given) == logged.size else []  # it counts, and is no constant
+            logs[key] = fitting(values, logged.value, of_held, off, given) if held else {}
     wide = {key for key, logged in whole.logs.items() if logged.wide}
     lines = {key: logged.line for run in (*parts, whole) for key, logged in run.logs.items()}
     rounding = _ROUNDING[torch.float32] if whole.dtype in _TOLERANCE else _NARROW

@@ -33,7 +33,8 @@ from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.cuts import Cuts
-from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean, Step
+from lightning_megatron.strategy.step.replica_mean import ReplicaMean
+from lightning_megatron.strategy.step.step import Accumulation, Outcome, Step
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
@@ -197,7 +198,7 @@ class StepByHand:
         refuse_away(output, "what `training_step` returned")
         output = map_tensors(output, torch.detach)
         outcome = Outcome(recorder.collect(self._device), output=output, stop=stops(self._module))
-        self._mean.start(outcome, trains=True)
+        self._mean.start(outcome, meets=True)
         self._mean.finish(outcome)
         return outcome
 

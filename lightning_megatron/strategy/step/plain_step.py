@@ -18,7 +18,8 @@ from lightning_megatron.strategy.logs.combining import counts_for
 from lightning_megatron.strategy.logs.recorded_step import shares_of
 from lightning_megatron.strategy.loss.cuts import Cuts
 from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
-from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
+from lightning_megatron.strategy.step.replica_mean import ReplicaMean
+from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -81,7 +82,7 @@ class PlainStep:
             self._losses.compare(compared, "training_step", self._device)
         if not automatic and self._copies is not None:
             self._copies.compare()
-        self._mean.start(outcome, trains=True)
+        self._mean.start(outcome, meets=True)
         if output is None and automatic and self._alone and self._gradients.buckets is not None:
             with self._summing():  # nothing: the update finds no gradients of this batch
                 pass

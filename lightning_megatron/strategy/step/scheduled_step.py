@@ -29,12 +29,13 @@ from lightning_megatron.strategy.logs.recorded_step import Recorded, RecordedAro
 from lightning_megatron.strategy.logs.step_logs import LogRecorder, no_logs
 from lightning_megatron.strategy.logs.weight_writes import WrittenInRuns
 from lightning_megatron.strategy.loss.cuts import Cut, Cuts
-from lightning_megatron.strategy.loss.said import say_how_cut
+from lightning_megatron.strategy.loss.said import logs_partly, say_how_cut
 from lightning_megatron.strategy.loss.skips import Asks
 from lightning_megatron.strategy.loss.traces import LastStageWrites
 from lightning_megatron.strategy.step.drawn_steps import Drawing
 from lightning_megatron.strategy.step.evaluated_parts import EvaluatedParts, RunWhole
-from lightning_megatron.strategy.step.step import Accumulation, Outcome, ReplicaMean
+from lightning_megatron.strategy.step.replica_mean import ReplicaMean
+from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.step_context import Over, StepContext
 
 
@@ -60,6 +61,7 @@ class ScheduledStep:
         self._exact = self._mesh.layout.tensor * self._mesh.layout.context == 1  # numbers: no other rank computes them
         self._mean = ReplicaMean(self._mesh, self._device)
         self._outcome: Outcome | None = None
+        self._said = set[str]()  # keys that some micro-batches have not logged
         self._batches = BatchWrites()
         self._hooks = HookTables(self._module)
         self._writes = LastStageWrites(self._module, context.layers, self._hooks, lambda child: bool(child._buffers))
@@ -251,9 +253,11 @@ class ScheduledStep:
         written = self._batches.finish(batch, sizes, weights, step.name)
         differ = len(parts) > 1 and self._exact and recorder.differs_untold()
         unseen = self.cuts.trials.tells or self._context.streams.of_batch.asks()
+        if len(parts) > 1:
+            logs_partly(recorder.partly(len(parts)), self._said)
         outcome = Outcome(logs, loss, output, stop=stops(self._module), differ=differ, unseen=unseen, batch=written)
         if step.name == "training_step":
-            self._mean.start(outcome, trains=True)
+            self._mean.start(outcome, meets=True)
             self._mean.finish(outcome)
         else:
             self.logged.over_replicas(outcome, batch, step.name, recorder.numbers_logged())
