@@ -143,14 +143,14 @@ class ModelGradients:
         optimizers: Sequence[Optimizer],
         *,
         whole: bool,
-        watched: bool,
+        reads_gradients: bool,
         each: bool = False,
         keeps: bool = False,
         skips: bool = False,
-        watches_weights: bool = False,
+        reads_weights: bool = False,
         rounds: bool = True,
         widens: bool = False,
-        watches_forward: bool = False,
+        reads_in_step: bool = False,
         host: HostPlan | None = None,
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
@@ -159,14 +159,14 @@ class ModelGradients:
             groups: group of this rank for each kind of holders other than the replicas of one stage.
             optimizers: hold the module's parameters.
             whole: whether an optimizer needs whole parameters.
-            watched: whether the user's code looks at ``.grad`` between backward and update.
+            reads_gradients: whether the user's code looks at ``.grad`` between backward and update.
             each: whether it does so after each batch of those that are accumulated for an update.
             keeps: whether gradients of the update before may be looked at after a step, or outlast its ``zero_grad``.
             skips: whether updates may have to be skipped.
-            watches_weights: whether the user's code may look at weights between an update and the next step.
+            reads_weights: whether the user's code may look at weights between an update and the next step.
             rounds: whether gradients of 16-bit weights may accumulate in float32, and be rounded once for the update.
             widens: whether they must, over the micro-batches of a step, also without replicas.
-            watches_forward: whether the user's code may look at weights between a step's forward and its backward.
+            reads_in_step: whether the user's code may look at weights between a step's forward and its backward.
             host: what of the optimizers lies in host memory.
         """
         self.finish_gather()
@@ -192,21 +192,21 @@ class ModelGradients:
             shared,
             options.bucket_bytes,
             layout=WeightLayout(lowered, whole, gathers, rounds, host.memory_for if host else None),
-            watched=watched,
+            reads_gradients=reads_gradients,
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
             apart=spread.trained,
             sums_shards=options.weights is not None and options.weights.sums == "micro_batch",
         )
         if spread.modules:
-            looks = options.weights, watches_forward, watches_weights
+            looks = options.weights, reads_in_step, reads_weights
             frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
             self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
         group = self._mesh.group("tensor_parallel")
         self._wholes = whole_matrices(self._module, group, self._tensor, self.buckets) if gathers else None
         self._restore_masters(self.buckets)
         if self.buckets.updates_pieces or skips:
-            if options.overlap_gather and replicas.shards > 1 and not watches_weights:
+            if options.overlap_gather and replicas.shards > 1 and not reads_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:
                 means = self._late, self._wholes, host.steps(optimizer) if host else None

@@ -54,7 +54,7 @@ class StepGuard:
         self.skipped_steps = 0
 
     @property
-    def watches(self) -> bool:
+    def checks(self) -> bool:
         """Whether steps have to be checked: for overflows of float16, or for values that are not finite."""
         return self._nonfinite is not None or self._loss_scale is not None
 

@@ -297,7 +297,7 @@ class Run:
 
     def _check_gradients(self) -> None:
         """Refuse or skip an update that is not finite, once gradients have been summed."""
-        if self._guard is not None and self._guard.watches and self._reduces:
+        if self._guard is not None and self._guard.checks and self._reduces:
             self._guard.check(self._trainer.global_step, self.engine.losses.take_bad())
 
     @property

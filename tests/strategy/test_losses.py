@@ -78,7 +78,9 @@ def _cut_on_one_rank(module: Task, mesh: ParallelMesh, chunks: int, **options: A
     presence = Presence.of_stage(module, partition, 0, {}, 0)
     stage = Stage(module, partition, presence, CPU, streams)
     engine = StepEngine(module, mesh, CPU, stage, presence, streams, TensorState(), given)
-    engine.model_gradients.prepare({}, [torch.optim.SGD(module.parameters(), lr=0.1)], whole=False, watched=False)
+    engine.model_gradients.prepare(
+        {}, [torch.optim.SGD(module.parameters(), lr=0.1)], whole=False, reads_gradients=False
+    )
     module.__dict__["log"] = lambda *args, **kwargs: engine.recording.recorder.log(*args, **kwargs)
     return engine
 

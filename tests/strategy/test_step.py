@@ -76,7 +76,7 @@ def engine_of(module: LightningModule, mesh: ParallelMesh, **options: Any) -> St
     engine = StepEngine(module, mesh, CPU, None, presence, streams, TensorState(), Options(**options).engine())
     if engine.sums_gradients:
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
-        engine.model_gradients.prepare({}, optimizers, whole=False, watched=False)
+        engine.model_gradients.prepare({}, optimizers, whole=False, reads_gradients=False)
     module.__dict__["log"] = lambda *args, **kwargs: engine.recording.recorder.log(*args, **kwargs)
     return engine
 

@@ -45,7 +45,7 @@ class GradientBuckets:
             with a partial sum of the gradient each.
         bucket_bytes: buffer size in bytes at which a new bucket starts.
         layout: how weights are kept.
-        watched: whether the user's code reads ``.grad`` after a reduction.
+        reads_gradients: whether the user's code reads ``.grad`` after a reduction.
         inspect: whether to take the largest absolute value of each gradient before the reduction, for
             :meth:`first_bad`.
         reduce_dtype: communication dtype of the reductions; by default that of the main gradients.
@@ -61,7 +61,7 @@ class GradientBuckets:
         bucket_bytes: int,
         *,
         layout: WeightLayout = USUAL_LAYOUT,
-        watched: bool = False,
+        reads_gradients: bool = False,
         inspect: bool = False,
         reduce_dtype: torch.dtype | None = None,
         apart: Mapping[str, str] | None = None,
@@ -72,11 +72,11 @@ class GradientBuckets:
         self._shared = shared
         self._bucket_bytes = bucket_bytes
         self._lowered, self._apart = layout.lowered, apart or {}
-        self._watched = watched
+        self._reads_gradients = reads_gradients
         self._inspect = inspect
         self._reduce_dtype = reduce_dtype
         self._layout = layout
-        self._sums = ShardSums(reduce_dtype, inspect) if sums_shards and not watched else None
+        self._sums = ShardSums(reduce_dtype, inspect) if sums_shards and not reads_gradients else None
         self._final: bool | frozenset[int] = False
         self._reduce = False
         self._copy_late = False
@@ -98,9 +98,9 @@ class GradientBuckets:
         return self._own + self._tied
 
     @property
-    def watched(self) -> bool:
+    def reads_gradients(self) -> bool:
         """Whether ``.grad`` of every parameter holds its full sum after a reduction."""
-        return self._watched
+        return self._reads_gradients
 
     @property
     def reduces(self) -> bool:
@@ -111,7 +111,7 @@ class GradientBuckets:
     def scatters(self) -> bool:
         """Whether reductions are reduce-scatters, after which each rank holds only its shard of the sums."""
         sharings = (self._replicas, *self._shared.values())
-        return not self._watched and any(sharing.shards > 1 for sharing in sharings)
+        return not self._reads_gradients and any(sharing.shards > 1 for sharing in sharings)
 
     @property
     def updates_pieces(self) -> bool:

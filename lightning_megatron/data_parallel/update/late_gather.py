@@ -50,7 +50,7 @@ class LateGather:
         self._pending: dict[int, Bucket] = {}
         self._early: dict[int, Bucket] = {}
         self._called: set[int] = set()
-        self._watched_a_step = False
+        self._saw_a_step = False
         self._owners: dict[int, list[int]] = {}
         self._hooks: list[Any] = []
         for child in module.modules():
@@ -86,12 +86,12 @@ class LateGather:
         self._called.clear()
         for bucket in self._early.values():
             self._wait(bucket)
-        if self._watched_a_step:
+        if self._saw_a_step:
             yield
             return
-        with UseWatch(self.used):
+        with ReportedUses(self.used):
             yield
-        self._watched_a_step = True
+        self._saw_a_step = True
 
     def called(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Note that a module is about to run, and wait for its own parameters."""
@@ -124,7 +124,7 @@ class LateGather:
         Raises:
             RuntimeError: no module that holds it was called, and it was not used so in the first step.
         """
-        if id(bucket) in self._early or not self._watched_a_step:
+        if id(bucket) in self._early or not self._saw_a_step:
             return
         owners = self._owners.get(id(bucket.parameters[index]), [])
         if not any(owner in self._called for owner in owners):
@@ -148,7 +148,7 @@ class _Wait:
         self._owner.called(module, self._parameters)
 
 
-class UseWatch(TorchFunctionMode):
+class ReportedUses(TorchFunctionMode):
     """Reports every torch function called with a parameter among its arguments.
 
     Args:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
-from lightning_megatron.data_parallel.update.late_gather import UseWatch
+from lightning_megatron.data_parallel.update.late_gather import ReportedUses
 from lightning_megatron.data_parallel.windows.agreement import Agreement
 from lightning_megatron.data_parallel.windows.ahead import Ahead
 from lightning_megatron.data_parallel.windows.freeing import Freeing
@@ -48,8 +48,8 @@ class StepWindows:
         buckets: those of the trained parameters, whose weights lie apart.
         frozen: buckets of the others, which have no gradients.
         asked: the user's choice of when windows close and gradients are summed; ``None`` for the defaults.
-        watches_forward: whether code outside of layers may look at weights between a step's forward and its backward.
-        watches_weights: whether it may look at them between steps.
+        reads_in_step: whether code outside of layers may look at weights between a step's forward and its backward.
+        reads_weights: whether it may look at them between steps.
 
     Attributes:
         windows, agreement: in the order of the layers, and what the replicas tell each other of them.
@@ -63,12 +63,12 @@ class StepWindows:
         buckets: GradientBuckets,
         frozen: Sequence[Bucket] = (),
         asked: ShardedWeights | None = None,
-        watches_forward: bool = False,
-        watches_weights: bool = False,
+        reads_in_step: bool = False,
+        reads_weights: bool = False,
     ) -> None:
         asked = asked or ShardedWeights()
         self._ahead, self._evaluated, self._sums = Ahead(), Ahead(), asked.sums == "micro_batch"
-        self._stays_whole, self._looks_before_backward = watches_forward or watches_weights, watches_forward
+        self._stays_whole, self._looks_before_backward = reads_in_step or reads_weights, reads_in_step
         self._buckets = buckets
         trained = [bucket for bucket in buckets.buckets if bucket.lies_apart]
         self.agreement = Agreement([*trained, *frozen], len(spread.modules), buckets)
@@ -154,7 +154,7 @@ class StepWindows:
         self.freeing.begin()
         self._active = True
         self._buckets.pace(not self.freeing.keeps)
-        with UseWatch(self.hold_used):
+        with ReportedUses(self.hold_used):
             yield
         if self._looks_before_backward:
             self.hold_all()
@@ -187,7 +187,7 @@ class StepWindows:
         ahead, self._ahead, self._active, self._behind = self._ahead, self._evaluated, True, False
         self._ahead.begin()
         try:
-            with UseWatch(self.hold_used):
+            with ReportedUses(self.hold_used):
                 yield
         finally:
             self._active, self._ahead = False, ahead

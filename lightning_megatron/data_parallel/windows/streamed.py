@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.update.late_gather import UseWatch
+from lightning_megatron.data_parallel.update.late_gather import ReportedUses
 from lightning_megatron.data_parallel.windows.step_windows import LayerWindow
 from lightning_megatron.data_parallel.windows.window import Window
 from lightning_megatron.mesh.autograd import in_backward
@@ -156,7 +156,7 @@ class StreamedWindows:
     def step(self) -> Iterator[None]:
         """Around code that may use weights without a call of their layer: those are whole to its end."""
         try:
-            with UseWatch(self.hold_used):
+            with ReportedUses(self.hold_used):
                 yield
         finally:
             for window in self.windows:

@@ -3,7 +3,7 @@
 Between the parts of a module the user's code computes what it likes: a mask from the embedding's output, a teacher's
 logits, a conditioning vector. Where it is passed to a layer of the next stage, and that stage lacks the part it comes
 from, it must travel with the hidden state. Gradients show some of these values; a mask, a detached value or anything in
-evaluation has no gradient. So the first run of every kind of step is watched, call by call of torch's functions, for
+evaluation has no gradient. So the first run of every kind of step is traced, call by call of torch's functions, for
 what is *made* of parameters or layers that not every stage has. What the other stages have in its place they know by
 themselves (:mod:`.away`), and in every step: a value that is first passed on later than that is refused there.
 """
@@ -32,27 +32,27 @@ from lightning_megatron.pipeline.elsewhere.inner_gradients import check_inner_gr
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 
-class WatchPlan:
-    """Chooses the runs of steps that are watched: the first of each kind."""
+class TracePlan:
+    """Chooses the runs of steps that are traced: the first of each kind."""
 
     def __init__(self) -> None:
         self._done: set[tuple[tuple[int, int], str]] = set()
 
     def is_done(self, bounds: tuple[int, int], where: str) -> bool:
-        """Whether the next run of the layers ``bounds`` in the step ``where`` need not be watched."""
+        """Whether the next run of the layers ``bounds`` in the step ``where`` need not be traced."""
         return (bounds, where) in self._done
 
     def note_run(self, bounds: tuple[int, int], where: str) -> None:
-        """Say that such a run was watched."""
+        """Say that such a run was traced."""
         self._done.add((bounds, where))
 
     def renew(self) -> None:
-        """Watch the next run of each kind again."""
+        """Trace the next run of each kind again."""
         self._done.clear()
 
 
 class Provenance(TorchFunctionMode):
-    """Watches one run of a step on one virtual stage.
+    """Traces one run of a step on one virtual stage.
 
     Args:
         module: the user's module, cut.

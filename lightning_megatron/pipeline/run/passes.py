@@ -71,8 +71,8 @@ class Passes:
         ]
         self._bounds.sort()
         self._arrivals: list[Boundary] = []
-        self._received: list[Tensor] = []  # of them, for the watch
-        self._watch: Provenance | None = None
+        self._received: list[Tensor] = []  # of them, for the tracer
+        self._tracer: Provenance | None = None
         self._number, self._called = 0, 0
         self.is_between = self._listed = False
         self._pass: _Pass | None = None
@@ -88,13 +88,13 @@ class Passes:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around the user's code."""
-        done = self._cursor.watch_plan.is_done
+        done = self._cursor.trace_plan.is_done
         if not all(done(bounds, _name(0)) for bounds in self._bounds):
-            self._watch = Provenance(self._stage.module, self._stage.presence, self._received)
+            self._tracer = Provenance(self._stage.module, self._stage.presence, self._received)
         self._cursor.passes = self
         self._begin()
         try:
-            with self._watch or nullcontext(), self._sums:
+            with self._tracer or nullcontext(), self._sums:
                 yield
         finally:
             self._cursor.passes = None
@@ -108,7 +108,7 @@ class Passes:
         running, self._cursor.running = self._cursor.running, False
         follows, self._sums.active = self._sums.active, False
         try:
-            with self._watch.paused() if self._watch is not None else nullcontext():
+            with self._tracer.paused() if self._tracer is not None else nullcontext():
                 yield
         finally:
             self._cursor.running, self._sums.active = running, follows
@@ -116,11 +116,11 @@ class Passes:
     def _begin(self) -> None:
         """Be ready for the code before a pass, in which parts before the layers are used."""
         self._called = 0
-        self._cursor.begin(self._bounds[0], self._number, Boundary(), _name(self._number), self._watched(0))
+        self._cursor.begin(self._bounds[0], self._number, Boundary(), _name(self._number), self._tracer_of(0))
 
-    def _watched(self, piece: int) -> Provenance | None:
-        done = self._cursor.watch_plan.is_done(self._bounds[piece], _name(self._number))
-        return None if done else self._watch
+    def _tracer_of(self, piece: int) -> Provenance | None:
+        done = self._cursor.trace_plan.is_done(self._bounds[piece], _name(self._number))
+        return None if done else self._tracer
 
     def call_layer(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of trunk layer ``index``.
@@ -138,7 +138,7 @@ class Passes:
             self._hand_on(index)
             return self.call_layer(index, call, args, kwargs)
         self._called = index + 1
-        if self._watch is not None:  # where a stand-in has become what arrived, it is the stand-in
+        if self._tracer is not None:  # where a stand-in has become what arrived, it is the stand-in
             self._received[:] = [tensor for arrived in self._arrivals for tensor in arrived.tensors]
         if self._cursor.first == self._layers and self._called == self._layers:
             self._streams.enter(self._number, 1 + self._layers)  # as on the stage that has the last layer
@@ -189,8 +189,8 @@ class Passes:
         if cursor.sent.effects is not None:
             self._refuse_effects()
         bounds = (cursor.first, cursor.stop)
-        if self._watch is not None:
-            cursor.watch_plan.note_run(bounds, cursor.where)
+        if self._tracer is not None:
+            cursor.trace_plan.note_run(bounds, cursor.where)
         self._running.keep(StageRun(self._number, cursor.received, cursor.sent))
         piece = self._bounds.index(bounds) + 1
         state = collect_rng_state(self._device)
@@ -199,8 +199,8 @@ class Passes:
             nowhere = (self._layers, self._layers)
             cursor.begin(nowhere, self._number, Boundary(), _name(self._number), called=index)
         else:
-            watch = self._watched(piece)
-            cursor.begin(self._bounds[piece], self._number, Boundary(), _name(self._number), watch, called=index)
+            tracer = self._tracer_of(piece)
+            cursor.begin(self._bounds[piece], self._number, Boundary(), _name(self._number), tracer, called=index)
             self._go_to_piece()
         restore_rng_state(state, self._device)
 
@@ -251,8 +251,8 @@ class Passes:
                 run = StageRun(self._number, self._cursor.received, Boundary(), loss)
                 if self._cursor.side_effects.pack() is not None:
                     self._refuse_effects()
-                if self._watch is not None:
-                    self._cursor.watch_plan.note_run(bounds, self._cursor.where)
+                if self._tracer is not None:
+                    self._cursor.trace_plan.note_run(bounds, self._cursor.where)
                 self._pass.keep(run)
             self._pass.run_backwards(scale)
             self._pass = None

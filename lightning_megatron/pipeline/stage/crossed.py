@@ -31,9 +31,9 @@ class Crossed:
         self.filled: dict[int, Tensor] = {}
 
     def side_of(
-        self, leaves: list[Any], main: tuple[int, ...], stop: int, where: str, trunk: str, watch: Provenance | None
+        self, leaves: list[Any], main: tuple[int, ...], stop: int, where: str, trunk: str, tracer: Provenance | None
     ) -> tuple[int, ...]:
-        """Arguments besides the hidden state that the next stage cannot compute: found by watching, then remembered.
+        """Arguments besides the hidden state that the next stage cannot compute: found by tracing, then remembered.
         What has a gradient always belongs to them, and so does what a layer gave.
 
         Args:
@@ -42,15 +42,15 @@ class Crossed:
             stop: number of that layer.
             where: name of the step.
             trunk: name of the layers.
-            watch: follows the step's values, in the first run of its kind.
+            tracer: follows the step's values, in the first run of its kind.
         """
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in main]
         given = {i for i, leaf in tensors if id(leaf) in self.made or id(leaf) in self.aliases}
         known = self._sides.get((stop, where), ())
-        if watch is not None:
+        if tracer is not None:
             foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self.aliases]
             refuse_away(foreign, f"an argument of layer {stop} of `{trunk}`")
-            known = tuple(i for i, leaf in tensors if watch.travels(leaf) or id(leaf) in self.aliases)
+            known = tuple(i for i, leaf in tensors if tracer.travels(leaf) or id(leaf) in self.aliases)
         if torch.is_grad_enabled():
             known = tuple(i for i, leaf in tensors if leaf.requires_grad or i in known)
             self._sides[stop, where] = known

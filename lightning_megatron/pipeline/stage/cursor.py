@@ -31,7 +31,7 @@ from lightning_megatron.pipeline.elsewhere.away import (
     refuse_late_write,
 )
 from lightning_megatron.pipeline.elsewhere.effects import lasts
-from lightning_megatron.pipeline.elsewhere.provenance import Provenance, WatchPlan
+from lightning_megatron.pipeline.elsewhere.provenance import Provenance, TracePlan
 from lightning_megatron.pipeline.elsewhere.standin import become
 from lightning_megatron.pipeline.stage import order, trunk_output
 from lightning_megatron.pipeline.stage.arguments import flatten, made_by_layers, other_tensors, same_nests
@@ -56,9 +56,9 @@ class StageCursor:
 
     def __init__(self, layers: int, trunk: str, streams: SegmentStreams, side_effects: SideEffects) -> None:
         self._layers, self._trunk, self._streams = layers, trunk, streams
-        self.side_effects, self.watch_plan = side_effects, WatchPlan()
+        self.side_effects, self.trace_plan = side_effects, TracePlan()
         self._writers: set[tuple[int, int]] = set()
-        self._watch: Provenance | None = None
+        self._tracer: Provenance | None = None
         self._crossed = Crossed()
         self.stand_ins = StandIns(side_effects.device)
         self.tokens: SplitsTokens | None = None
@@ -90,7 +90,7 @@ class StageCursor:
         micro_batch: int,
         received: Boundary,
         where: str,
-        watch: Provenance | None = None,
+        tracer: Provenance | None = None,
         *,
         trunk_only: bool = False,
         called: int = 0,
@@ -102,15 +102,15 @@ class StageCursor:
             micro_batch: its number in the step.
             received: what the stage before sent.
             where: name of the step.
-            watch: follows the step's values, in the first run of its kind.
+            tracer: follows the step's values, in the first run of its kind.
             trunk_only: end after the last layer.
             called: how many layers have been called before; `LEFT_OUT` where none may be.
         """
         self.first, self.stop = bounds
-        self._starts, self._trunk_only, self._watch = self.first == 0 and received.span is None, trunk_only, watch
+        self._starts, self._trunk_only, self._tracer = self.first == 0 and received.span is None, trunk_only, tracer
         self.where, self.training, self.recomputes = where, trains(where), where.startswith("training_step")
-        self.side_effects.begin(bounds, where, micro_batch, received, watch is not None)
-        self.stand_ins.begin(received, watch)
+        self.side_effects.begin(bounds, where, micro_batch, received, tracer is not None)
+        self.stand_ins.begin(received, tracer)
         self.computes_parts = self._starts and not self.side_effects.looks and not self.tells_always
         self.micro_batch, self.received, self.sent = micro_batch, received, Boundary()
         self._crossed.begin()
@@ -130,9 +130,9 @@ class StageCursor:
             self._writers.add((self.first, self.stop))
         self.received = self.sent = Boundary()
         self._crossed.begin()
-        if self._watch is not None:
-            self.watch_plan.note_run((self.first, self.stop), self.where)
-            self._watch = None
+        if self._tracer is not None:
+            self.trace_plan.note_run((self.first, self.stop), self.where)
+            self._tracer = None
 
     def resume(self, bounds: tuple[int, int], run: StageRun) -> None:
         """Make layer calls during the backward of ``run`` (recomputation) see what its forward saw."""
@@ -159,14 +159,14 @@ class StageCursor:
         self.side_effects.note_finished()
         if type(output) is not Tensor:
             refuse_away(output, f"what `{self.where.split()[0]}` returned")
-        if self._watch is not None or STATE.written:
+        if self._tracer is not None or STATE.written:
             refuse_away_metrics(module)
 
     def leaves_out(self) -> bool:
         """Whether the step ends before the layers here as on the stages before, and what follows is a first run yet."""
         if self._next != (order.LEFT_OUT if self.first else 0):
             return False
-        self._watch = None
+        self._tracer = None
         return True
 
     def check_finished(self, output: Any) -> None:
@@ -190,10 +190,10 @@ class StageCursor:
 
     def follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of a layer in its turn."""
-        if self._watch is None:
+        if self._tracer is None:
             output = self._follow(index, call, args, kwargs)
         else:
-            with self._watch.paused():
+            with self._tracer.paused():
                 output = self._follow(index, call, args, kwargs)
         if index < self._layers - 1:
             self._streams.leave(index)
@@ -201,7 +201,7 @@ class StageCursor:
 
     def _passes_on(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a skipped layer, neither first nor last, may hand on its input: the usual case, so at once."""
-        plain = index == self._next and self._watch is None and not kwargs and len(args) == 1 and not in_backward()
+        plain = index == self._next and self._tracer is None and not kwargs and len(args) == 1 and not in_backward()
         return plain and self.stand_ins.keeps(index, call, args[0])
 
     def _follow(self, index: int, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,9 +245,9 @@ class StageCursor:
         place = self.stand_ins.number(index)
         if index < self.first:
             return self._skip(index, call, args, kwargs, place)
-        if self._watch is None:
+        if self._tracer is None:
             return note(self.stand_ins.noted.layers, place, call.runs(*args, **kwargs))
-        with self._watch.paused():
+        with self._tracer.paused():
             return note(self.stand_ins.noted.layers, place, self._compute(call, args, kwargs))
 
     def _compute(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +258,7 @@ class StageCursor:
         return output
 
     def _computed(self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._watch is None:
+        if self._tracer is None:
             for value in (*args, *kwargs.values()) if kwargs else args:
                 if value.__class__ is Away:
                     refuse_away(value, f"an argument of layer `{call.sentinel.name}`")
@@ -267,7 +267,7 @@ class StageCursor:
             return call.runs(*args, **kwargs)
         refuse_away((args, kwargs, in_caches(args, kwargs)), f"an argument of layer `{call.sentinel.name}`")
         output = self.side_effects.around(call.index, call.runs, args, kwargs)
-        self._watch.note_made(output)
+        self._tracer.note_made(output)
         return output
 
     def _skip(self, index: int, call: LayerCall, args: Any, kwargs: Any, inside: tuple[int, int] | None = None) -> Any:
@@ -303,7 +303,7 @@ class StageCursor:
         leaves = crossed.fill(flatten(args, kwargs))
         main = (0,) if args and type(args[0]) is Tensor else call.main_leaves(args, kwargs)
         where = self.stop, self.where, self._trunk
-        side = crossed.side_of(leaves, main, *where, self._watch) if self.stop else other_tensors(leaves, main)
+        side = crossed.side_of(leaves, main, *where, self._tracer) if self.stop else other_tensors(leaves, main)
         tensors = [crossed.original(leaves[index]) for index in (*main, *side)]
         for tensor in tensors:
             if tensor.__class__ is not Tensor:
@@ -331,7 +331,7 @@ class StageCursor:
             return args, kwargs
         alone = len(self.received.leaves) == 1 and self.received.leaves[0].index == 0
         alone = alone and self.received.span is None and self.tokens is None
-        alone = alone and index == self.first and self._watch is None and bool(args)
+        alone = alone and index == self.first and self._tracer is None and bool(args)
         if alone and become(args[0], self.received.tensors[0], self.training):  # the usual case, without its nests
             self.received.tensors[0] = args[0]
             return (self._arrived(0), *args[1:]), kwargs
@@ -368,12 +368,12 @@ class StageCursor:
                 self._crossed.aliases[id(stand_in)] = (stand_in, tensor)
             used.add(id(stand_in))
             leaves[leaf.index] = tensor
-            if self._watch is not None:
-                self._watch.note_made(tensor)
+            if self._tracer is not None:
+                self._tracer.note_made(tensor)
 
     def _arrived(self, place: int) -> Tensor:
         """A received tensor, into which layers may write if any did so in the first run."""
-        writes = self._watch is not None or self.writes((self.first, self.stop))
+        writes = self._tracer is not None or self.writes((self.first, self.stop))
         return self.received.arrive(place) if writes else self.received.tensors[place]
 
     def received_at(self, place: int) -> Any:

@@ -114,7 +114,7 @@ class Stage:
         """
         self.cursor.side_effects.look_again()
         if follows:
-            self.cursor.watch_plan.renew()
+            self.cursor.trace_plan.renew()
 
     def note_read(self) -> None:
         """Take note that user code has gone over all parameters that this stage holds of a module."""
@@ -153,7 +153,7 @@ class Stage:
             if unit is not None:
                 self._follow(FirstCall(self.cursor, self._numbers[name], unit, Sentinel(name)))
 
-    def _new_watch(self, received: Boundary) -> Provenance:
+    def _new_tracer(self, received: Boundary) -> Provenance:
         """Something that follows the values of one run."""
         return Provenance(self.module, self.presence, received.tensors)
 
@@ -222,15 +222,15 @@ class Stage:
         where: str,
         trunk_only: bool = False,
     ) -> StageRun:
-        watch = None if self.cursor.watch_plan.is_done(bounds, where) else self._new_watch(received)
+        tracer = None if self.cursor.trace_plan.is_done(bounds, where) else self._new_tracer(received)
         again = bounds[0] > 0 or received.span is not None
         STATE.weights = self._weight_at
         begin_pass(uneven=bool(received.leaves) and received.leaves[0].all_here)
         called = LEFT_OUT if self.leaves_out and bounds[0] > 0 and not received.leaves else 0
-        self.cursor.begin(bounds, micro_batch, received, where, watch, trunk_only=trunk_only, called=called)
+        self.cursor.begin(bounds, micro_batch, received, where, tracer, trunk_only=trunk_only, called=called)
         try:
-            with watch or _NOTHING, self._keeping_buffers(again):
-                if watch is not None and self.cursor.sends and not self.cursor.training:
+            with tracer or _NOTHING, self._keeping_buffers(again):
+                if tracer is not None and self.cursor.sends and not self.cursor.training:
                     return self._discover(micro_batch, step, batch, received)
                 return self._finish(micro_batch, step(batch, micro_batch), received)
         except CalledAgain:
@@ -276,7 +276,7 @@ class Stage:
     def may_write(self, virtual_stage: int, where: str) -> bool:
         """Whether layers of a virtual stage may write into its input; true unless they are known not to."""
         bounds = self.partition.bounds[virtual_stage]
-        return not self.cursor.watch_plan.is_done(bounds, where) or self.cursor.writes(bounds)
+        return not self.cursor.trace_plan.is_done(bounds, where) or self.cursor.writes(bounds)
 
     def _keeping_buffers(self, again: bool) -> AbstractContextManager[None]:
         """Undo what a run writes of stand-ins into buffers that other stages have as well; and, where a stage that has

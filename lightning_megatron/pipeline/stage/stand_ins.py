@@ -41,18 +41,18 @@ class StandIns:
         self.noted = Forms()
         self._calls: dict[int, int] = {}
         self._joined: JoinedBoundary | None = None
-        self._watch: Provenance | None = None  # calls outside of a step may come before any run has begun
+        self._tracer: Provenance | None = None  # calls outside of a step may come before any run has begun
 
-    def begin(self, received: Boundary, watch: Provenance | None) -> None:
+    def begin(self, received: Boundary, tracer: Provenance | None) -> None:
         """Prepare for a run.
 
         Args:
             received: what the stage before sent.
-            watch: follows the step's values, in the first run of its kind.
+            tracer: follows the step's values, in the first run of its kind.
         """
         self.told, self.noted, self._calls = received.forms, Forms(), {}
         self._joined = received if isinstance(received, JoinedBoundary) else None
-        self._watch = watch
+        self._tracer = tracer
 
     def all_forms(self) -> Forms:
         """Forms of the results of all calls so far, here and on the stages before."""
@@ -104,17 +104,17 @@ class StandIns:
     def _filled(self, form: Any, call: LayerCall | PartCall, first: Tensor | None) -> Any:
         """Stand-ins in a form; ``first`` in the place of one like it."""
         sentinel = call.sentinel
-        if self._watch is None:
+        if self._tracer is None:
             return filled(form, self._device, lambda shape, dtype, at: sentinel.stand_in(shape, dtype, at, first))
-        with self._watch.paused():
+        with self._tracer.paused():
             return filled(form, self._device, lambda shape, dtype, at: sentinel.stand_in(shape, dtype, at, first))
 
     def _abstract(self, call: LayerCall | PartCall, args: Any, kwargs: Any, reuse: bool) -> Any:
-        with self._unwatched():
+        with self._untraced():
             return self._shapes.stand_in(call.module, call.sentinel, call.runs, args, kwargs, reuse=reuse)
 
-    def _unwatched(self) -> Any:
-        return _NOTHING if self._watch is None else self._watch.paused()
+    def _untraced(self) -> Any:
+        return _NOTHING if self._tracer is None else self._tracer.paused()
 
     def _again(self, joined: JoinedBoundary, place: Any, call: LayerCall, args: Any, kwargs: Any) -> Any:
         """Stand-in for a layer's output for a whole batch, where the known one is not like what it gave for the

@@ -42,7 +42,7 @@ from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.assembly.own_dtypes import convert_as_forward_does
 from lightning_megatron.strategy.assembly.refusals import already_cut, check_own_split
 from lightning_megatron.strategy.generation.streaming import stream_weights
-from lightning_megatron.strategy.lightning.hooks import watches_weights
+from lightning_megatron.strategy.lightning.hooks import reads_weights
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, trainer_of
 from lightning_megatron.strategy.memory.whole_shape import note_shape
 from lightning_megatron.strategy.options.choices import EngineOptions
@@ -235,7 +235,7 @@ class Assembler:
             placement=self._options.pipeline_placement,
             stage_speeds=self._options.stage_speeds,
             whole_shapes={name: entry.spec.global_shape for name, entry in tensor_state.table.items()},
-            hooks_write=trainer_of(module) is not None and watches_weights(module, callbacks_of(module.trainer)),
+            hooks_write=trainer_of(module) is not None and reads_weights(module, callbacks_of(module.trainer)),
         )
         presence = Presence.of_stage(module, partition, mesh.stage, tensor_state.table, mesh.coordinates.tensor)
         return Stage(module, partition, presence, self._device, streams)

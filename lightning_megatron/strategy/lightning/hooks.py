@@ -38,7 +38,7 @@ _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
-def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+def reads_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
     """Whether a hook of the module or of a callback may look at ``.grad``; callbacks of this package do not."""
     if not module.automatic_optimization:
         return True
@@ -48,13 +48,13 @@ def watches_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> 
         late = [hook for hook in _AT_THE_START if is_overridden(hook, owner, parent=parent)]
         if any(may_call(owner, hook, _REGISTER) for hook in late):
             return True
-    if watches_each_batch(module, callbacks):
+    if reads_each_batch(module, callbacks):
         return True
     others = _others(callbacks)
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
 
 
-def watches_each_batch(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+def reads_each_batch(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
     """Whether a step or hook of the module, or of a callback, may look at ``.grad`` after a batch that is accumulated
     with later ones. Users who optimize by hand say themselves what is summed when.
     """
@@ -95,7 +95,7 @@ def _others(callbacks: Iterable[Callback]) -> list[Callback]:
     return [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
 
 
-def watches_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+def reads_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
     """Whether a hook that runs between an update and the next step may look at weights; Lightning's own callbacks ask
     the strategy for them.
     """

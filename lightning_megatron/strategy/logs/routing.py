@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
-from lightning_megatron.strategy.lightning.hooks import watches_gradients
+from lightning_megatron.strategy.lightning.hooks import reads_gradients
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
 from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs
 from lightning_megatron.strategy.logs.metrics import MetricRouter
@@ -73,7 +73,7 @@ class LogRouting(Replacement):
         self._of_hooks: HookLogs | None = None
         self._held_hooks: HeldHooks | None = None
         if is_divided and not engine.splits_itself:
-            if fits and watches_gradients(module, callbacks):
+            if fits and reads_gradients(module, callbacks):
                 self._of_updates = HookLogs(mesh, device)
             self._of_hooks = HookLogs(mesh, device)
             self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self)

@@ -167,7 +167,7 @@ def check_sharders(optimizers: Sequence[Optimizer], shards: int) -> None:
         )
 
 
-def watches_whole_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+def reads_whole_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
     """Whether a hook that runs between two steps may look at weights, which are whole there then."""
     own = hooks_between_steps(module)
     if not module.automatic_optimization or _seeing(callbacks):
@@ -175,7 +175,7 @@ def watches_whole_weights(module: pl.LightningModule, callbacks: list[Callback])
     return not all(hook_is_blind(module, hook) for hook in own)
 
 
-def watches_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+def reads_in_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
     """Whether a hook that runs inside a step, after its forward, may look at weights."""
     if any(is_overridden(hook, module) for hook in _OVERRIDDEN):
         return True

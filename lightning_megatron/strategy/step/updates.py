@@ -24,17 +24,17 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.generation.first_try import calls_once
 from lightning_megatron.strategy.lightning.hooks import (
+    reads_each_batch,
+    reads_gradients,
+    reads_weights,
     sees_earlier_gradients,
-    watches_each_batch,
-    watches_gradients,
-    watches_weights,
 )
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.options.offload_checks import host_plan, refuse_own_split
-from lightning_megatron.strategy.options.weight_checks import check_sharders, watches_steps, watches_whole_weights
+from lightning_megatron.strategy.options.weight_checks import check_sharders, reads_in_steps, reads_whole_weights
 from lightning_megatron.strategy.processes import Processes
 
 _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # shown by Lightning; each stage has its say
@@ -82,7 +82,7 @@ def prepare_updates(
     sharded = gradients.options.weights is not None
     if sharded:
         check_sharders(optimizers, gradients.replicas.shards)
-    watches = watches_whole_weights if sharded else watches_weights
+    reads = reads_whole_weights if sharded else reads_weights
     rank, place = processes.mesh.rank, processes.place
     keeps = _keeps_earlier(module, trainer, optimizers, processes)
     guard = StepGuard(gradients, processes.device, rank, place, nonfinite, loss_scale, rank_zero_info)
@@ -90,14 +90,14 @@ def prepare_updates(
         assembled.groups,
         optimizers,
         whole=least is not Independence.ELEMENT,
-        watched=watches_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
-        each=accumulates(trainer) and (keeps or watches_each_batch(module, callbacks_of(trainer))),
+        reads_gradients=reads_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
+        each=accumulates(trainer) and (keeps or reads_each_batch(module, callbacks_of(trainer))),
         keeps=keeps,
-        skips=guard.watches,
-        watches_weights=watches(module, callbacks_of(trainer)),
+        skips=guard.checks,
+        reads_weights=reads(module, callbacks_of(trainer)),
         rounds=least is not Independence.NONE,
         widens=widens,
-        watches_forward=sharded and watches_steps(module, callbacks_of(trainer)),
+        reads_in_step=sharded and reads_in_steps(module, callbacks_of(trainer)),
         host=host_plan(gradients, module, optimizers, processes, least, assembles=puts_together),
     )
     return guard
@@ -113,7 +113,7 @@ def _keeps_earlier(
     callbacks = callbacks_of(trainer)
     if not module.automatic_optimization or sees_earlier_gradients(module, callbacks):
         return module.automatic_optimization
-    if not watches_gradients(module, callbacks):
+    if not reads_gradients(module, callbacks):
         return False
     updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     outside = any(p.requires_grad and id(p) not in updated for p in module.parameters())
