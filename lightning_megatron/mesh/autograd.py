@@ -70,6 +70,15 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """:func:`version_of` of several."""
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one is of inference mode
+        return list(map(version_of, tensors))
+
+
 def put_back(tensor: Tensor, numbers: Tensor, version: int) -> None:
     """Write ``numbers`` into ``tensor``, as they were at ``version``.
 

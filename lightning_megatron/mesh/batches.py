@@ -283,6 +283,10 @@ def checksum(batch: Any, samples: int = 1024) -> float | Tensor:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """All tensors in ``batch``, depth first."""
+    if batch.__class__ is tuple or batch.__class__ is list:  # the usual batch
+        found = [item for item in batch if item.__class__ is Tensor]
+        if len(found) == len(batch):
+            return found
     if isinstance(batch, Tensor):
         return [batch]
     return [tensor for child in _children(batch) for tensor in tensors_of(child)]

@@ -9,6 +9,7 @@ middle of that step; what hooks and custom autograd functions compute there must
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ from dataclasses import dataclass
 import torch
 
 Casting = tuple[str, bool, torch.dtype]
+
+
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    """Types of devices that this process may compute on."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def casting_of(kind: str) -> Casting:
@@ -46,13 +53,12 @@ class RunningPrecision:
     @staticmethod
     def now() -> RunningPrecision:
         """That in which this thread runs."""
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        return RunningPrecision(torch.get_default_dtype(), tuple(casting_of(kind) for kind in kinds))
+        return RunningPrecision(torch.get_default_dtype(), tuple([casting_of(kind) for kind in _kinds()]))
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """On this thread; the default dtype is that of all threads."""
-        now = RunningPrecision.now()
+    def entered(self, now: RunningPrecision | None = None) -> Iterator[None]:
+        """On this thread, which runs in ``now``; the default dtype is that of all threads."""
+        now = now or RunningPrecision.now()
         if now == self:
             yield
             return
@@ -89,7 +95,7 @@ class StepPrecision:
             return
         before, self._inside = self._inside, RunningPrecision.now()
         try:
-            with self._around.entered():
+            with self._around.entered(self._inside):
                 yield
         finally:
             self._inside = before

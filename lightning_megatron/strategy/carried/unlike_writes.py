@@ -171,10 +171,10 @@ class UnlikeWrites:
         """Attributes that functions of the user's set."""
         return attributes_set_by(self._module)
 
-    def _looked_at(self, table: Table) -> list[tuple[Any, Any]]:
+    def _looked_at(self, table: Table, *, everywhere: bool) -> list[tuple[Any, Any]]:
         """The values of a table that the step may have written."""
         keys, known = self._keys[id(table.values)]
-        if is_due(self._steps, first=4):
+        if everywhere:
             return list(table.values.items())
         if len(table.values) > len(known):
             self._grown = True
@@ -185,8 +185,9 @@ class UnlikeWrites:
         """Names of what the step has written and goes on from, and comes together in no other way; with the sums of
         what it was, if it was a number, and of what it is.
         """
+        everywhere = is_due(self._steps, first=4)
         for table in self._tables:
-            for key, now in self._looked_at(table):
+            for key, now in self._looked_at(table, everywhere=everywhere):
                 before, mark = self._marks.get((id(table.values), key), (MISSING, None))
                 if not isinstance(now, _WATCHED) or key in NOT_USERS or _is_as_marked(now, before, mark):
                     continue

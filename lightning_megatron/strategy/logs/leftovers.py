@@ -13,7 +13,7 @@ things have to be put right:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
@@ -33,8 +34,49 @@ from lightning_megatron.strategy.logs.written_beside import WrittenBeside
 from lightning_megatron.strategy.loss.tables import appended_names, tables_of_optimizers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONSTANT = frozenset(_PLAIN)
+_CONTAINERS = (dict, list, tuple, set, deque)
 _DEPTH = 4
 _SMALL = 1 << 16  # bytes of an array
+
+
+class _Kinds(dict[type, bool | None]):
+    """Whether values of a class are followed, asked once per class; ``None`` where it depends on the value."""
+
+    def __missing__(self, kind: type) -> bool | None:
+        depends = issubclass(kind, _CONTAINERS) or kind.__module__ == "numpy"
+        self[kind] = issubclass(kind, (*_PLAIN, Tensor)) or (None if depends else False)
+        return self[kind]
+
+
+_KINDS = _Kinds()
+
+
+class _Look:
+    """Values by name, and a trace of each; what cannot change is not traced again."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Any, Any]] = {}
+
+    def take(self, values: Mapping[Any, Any]) -> None:
+        """Remember values as they are."""
+        earlier = self._found
+        self._found = {
+            name: known
+            if (known := earlier.get(name)) is not None and known[0] is value and value.__class__ in _CONSTANT
+            else (value, _fingerprint(value))
+            for name, value in values.items()
+        }
+
+    def changed(self, values: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """What is other than it was, with the traces before and now; ``None`` before what was not there."""
+        for name, value in values.items():
+            known, before = self._found.get(name, (MISSING, None))
+            if known is value and value.__class__ in _CONSTANT:
+                continue
+            now = _fingerprint(value)
+            if now != before:
+                yield name, value, before, now
 
 
 @dataclass(frozen=True)
@@ -71,8 +113,7 @@ class Leftovers:
         self._side_effects = side_effects
         self._buffers = SharedBuffers(module, presence, mesh, device)
         self._ignored = set(pl.LightningModule().__dict__) | {"log"}
-        self._before: dict[str, Any] = {}
-        self._options: dict[tuple[str, str], Any] = {}
+        self._before, self._options = _Look(), _Look()
         self._beside = WrittenBeside(module, presence.layer_names(), partial(_followed, depth=_DEPTH))
         self._is_last = mesh.rank == mesh.loss_rank
         self._metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
@@ -84,12 +125,12 @@ class Leftovers:
 
     def snapshot(self) -> None:
         """Remember the attributes as they are before a step."""
-        self._before = {name: _fingerprint(value) for name, value in self._candidates()}
+        self._before.take(self._candidates())
         self._buffers.snapshot()
         if self._is_last:
             self._updates = {name: metric.update_count for name, metric in self._metrics.items()}
             self._beside.snapshot()
-            self._options = {name: _fingerprint(value) for name, value in self._of_optimizers().items()}
+            self._options.take(self._of_optimizers())
 
     def _of_optimizers(self) -> dict[tuple[str, str], Any]:
         """Plain options of optimizers and schedulers, by table and key."""
@@ -110,18 +151,13 @@ class Leftovers:
         found += [("buffer", name, None, buffer) for name, buffer in self._buffers.changed()]
         counts = ((name, metric.update_count) for name, metric in self._metrics.items())
         found += [("metric", name, None, count) for name, count in counts if self._updates.get(name) != count]
-        for name, value in self._candidates():
-            now = _fingerprint(value)
-            before = self._before.get(name)
-            if now == before:
-                continue
+        for name, value, before, now in self._before.changed(self._candidates()):
             if isinstance(value, list) and before is not None and _extends(now, before):
                 found.append(("extend", name, len(before[2]), value[len(before[2]) :]))
             else:
                 found.append(("set", name, None, self._by_name(value)))
-        for (name, key), value in self._of_optimizers().items():
-            if self._options.get((name, key)) != _fingerprint(value):
-                found.append(("option", name, key, value))
+        changed = self._options.changed(self._of_optimizers())
+        found += [("option", name, key, value) for (name, key), value, *_ in changed]
         return found + [("beside", "", place, value) for place, value in self._beside.changes()]
 
     def _by_name(self, value: Any) -> Any:
@@ -175,13 +211,21 @@ class Leftovers:
         """
         self._buffers.share()
 
-    def _candidates(self) -> list[tuple[str, Any]]:
-        items = self._module.__dict__.items()
-        return [(name, value) for name, value in items if name not in self._ignored and _followed(value, _DEPTH)]
+    def _candidates(self) -> dict[str, Any]:
+        values, ignored = self._module.__dict__, self._ignored
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in ignored
+            and ((known := _KINDS[value.__class__]) or (known is None and _followed(value, _DEPTH)))
+        }
 
 
 def _followed(value: Any, depth: int) -> bool:
-    if isinstance(value, (*_PLAIN, Tensor)) or _is_numbers(value):
+    known = _KINDS[value.__class__]
+    if known is not None:
+        return known
+    if _is_numbers(value):
         return True
     if depth == 0:
         return False

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.renormalised_rows import renormalises
-from lightning_megatron.mesh.autograd import version_of
+from lightning_megatron.mesh.autograd import versions_of
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.undo import Contents
@@ -252,7 +252,7 @@ class WrittenInRuns:
         self._parts = parts
         self._states.begin(parts)
         self._watched = self._all if parts > 1 else self._around if chunks > 1 else []
-        self._before = [version_of(weight) for _, _, weight in self._watched]
+        self._before = versions_of([weight for _, _, weight in self._watched])
         self._sums = self._summed()
 
     def check(self) -> None:
@@ -264,10 +264,13 @@ class WrittenInRuns:
         self._states.check()
         if not self._watched:
             return
-        before, sums, now = self._before, self._sums, self._summed()
-        watched, self._watched, self._before, self._sums = self._watched, [], [], []
-        for index, (path, key, weight) in enumerate(watched):
-            if version_of(weight) != before[index] or (sums and sums[index] != now[index]):
+        watched, before, sums = self._watched, self._before, self._sums
+        versions, now = versions_of([weight for _, _, weight in watched]), self._summed()
+        self._watched, self._before, self._sums = [], [], []
+        if versions == before and now == sums:
+            return
+        for index, (path, key, _) in enumerate(watched):
+            if versions[index] != before[index] or (sums and sums[index] != now[index]):
                 self._refuse(f"{path}.{key}" if path else key)
 
     @torch.no_grad()

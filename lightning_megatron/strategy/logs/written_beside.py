@@ -19,6 +19,7 @@ from lightning_megatron.mesh.draws.given_again import State, set_state
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal, refill
+from lightning_megatron.pipeline.stage.order import CalledAgain
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, found_again
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
 from lightning_megatron.strategy.recheck import is_due
@@ -63,13 +64,13 @@ class WrittenBeside:
             return call
 
         def looked_at(batch: Any) -> Any:
-            self._looked = traces = Traces(self._module, beside=True)
+            self._looked, traces = None, Traces(self._module, beside=True)
             try:
                 output = call(batch)
-            except BaseException:
-                self._runs[name] -= 1  # it will be started over, if this was the layers' second call
-                self._looked = None
+            except CalledAgain:  # it will be started over
+                self._runs[name] -= 1
                 raise
+            self._looked = traces
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have
                 self._note(traces)
             return output

@@ -30,6 +30,16 @@ from lightning_megatron.strategy.lightning.trainer_access import optimizers_and_
 Name = tuple[str, Any]
 """Of a table, dots between its parts, and a key in it; ``None`` for what a list holds."""
 
+
+class _Schedules(dict[type, bool]):
+    """Whether objects of a class are schedulers, asked once per class."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, LRScheduler)
+        return self[kind]
+
+
+_SCHEDULES = _Schedules()
 NUMBERS = (bool, int, float, complex, str)
 _LEAVES = frozenset((*NUMBERS, type(None), Tensor, list))
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
@@ -176,7 +186,7 @@ def tables_of_optimizers(module: nn.Module) -> Iterator[Table]:
     for at, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             yield Table(f"optimizers.{at}.param_groups.{place}", group, tuple(group), ())
-    own = [value for value in vars(module).values() if isinstance(value, LRScheduler)]
+    own = [value for value in vars(module).values() if _SCHEDULES[value.__class__]]
     for at, scheduler in enumerate({id(each): each for each in (*schedulers, *own)}.values()):
         yield Table(f"lr_schedulers.{at}", vars(scheduler), tuple(vars(scheduler)), ())
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -60,14 +60,12 @@ class Counted:
                 f"the loss of `training_step` is a mean over {self}, and this batch has {len(tensors)} tensors: give "
                 "all batches the same tensors, or say what a batch counts with `micro_batch_loss_weight`."
             )
-        tensor = tensors[self.place]
-        tensor = tensor[:, 1:] if self.shifted else tensor
+        tensor = tensors[self.place][:, 1:] if self.shifted else tensors[self.place]
         return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
 
     def tells(self, batch: Any) -> bool:
         """Whether some entry of a batch is ignored, or has another weight than one."""
-        found = tensors_of(batch)[self.place : self.place + 1]
-        return any(bool((tensor != 1 if self.ignored is None else tensor == self.ignored).any()) for tensor in found)
+        return _some_tell([self], tensors_of(batch))
 
     def __str__(self) -> str:
         which = "entries after the first of each sample" if self.shifted else "entries"
@@ -96,11 +94,7 @@ def _countable(batch: Any) -> list[Counted]:
 
 
 def integers_of(batch: Any) -> Iterator[tuple[int, Tensor]]:
-    """Tensors of integers with one row per sample, and their places among those of the batch.
-
-    Args:
-        batch: the batch.
-    """
+    """Tensors of integers with one row per sample, and their places among those of the batch."""
     return ((place, x) for place, x in _by_sample(batch) if not (x.is_floating_point() or x.is_complex()))
 
 
@@ -122,14 +116,11 @@ class Extremes:
     def grow(self, batch: Any) -> int | None:
         """A sample with values beyond those of earlier batches; ``None`` if there is none."""
         found = None
-        for place, tensor in integers_of(batch):
-            if not tensor.numel():
-                continue
+        for place, tensor in ((place, tensor) for place, tensor in integers_of(batch) if tensor.numel()):
             ends = torch.stack([tensor.min().long(), -tensor.max().long()])
             seen = self._seen.setdefault(place, ends)
             if bool((ends < seen).any()):
-                outside = (tensor < seen[0]) | (tensor > -seen[1])
-                found = int(outside.flatten(1).any(1).nonzero()[0]) if tensor.ndim > 1 else int(outside.nonzero()[0])
+                found = int(((tensor < seen[0]) | (tensor > -seen[1])).reshape(len(tensor), -1).any(1).nonzero()[0])
                 self._seen[place] = torch.minimum(ends, seen)
         return found
 
@@ -383,11 +374,20 @@ class Reading:
 
 def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
     """Whether counting would give the micro-batches of this batch other weights than those in use."""
-    if not any(way.tells(batch) for way in {*ways, *([used] if isinstance(used, Counted) else [])}):
+    if not _some_tell({*ways, used}, tensors_of(batch)):
         return False
     weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
     weights, tensors = _shares([weigh(part) for part in parts]), len(tensors_of(batch))
     return any(_shares([way(part) for part in parts]) != weights for way in ways if way.place < tensors)
+
+
+def _some_tell(ways: Collection[Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether some of what could be counted tells anything, see :meth:`Counted.tells`; a device is waited for once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for place, ignored in {(way.place, way.ignored) for way in ways if isinstance(way, Counted)}:
+        tensor = tensors[place] if place < len(tensors) else torch.empty(0)
+        found.setdefault(tensor.device, []).append((tensor != 1 if ignored is None else tensor == ignored).any())
+    return any(bool(torch.stack(each).any()) for each in found.values())
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
