@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron.mesh.parts.boxes import ShardSpec
+from lightning_megatron.mesh.parts.names import called
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ def apply_specs(module: nn.Module, table: Mapping[str, ParameterSharding]) -> Sh
         ValueError: a parameter has neither its logical nor its local shape.
     """
     for name, sharding in table.items():
-        (path, _, leaf), spec = name.rpartition("."), sharding.spec
-        parameter: Tensor = getattr(module.get_submodule(path), leaf)
+        spec, parameter = sharding.spec, called(module, name)
         if tuple(parameter.shape) == spec.global_shape:
             if not spec.is_whole:
                 with torch.no_grad():

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
-from lightning_megatron.mesh.parts.names import Parts, lies_in, outwards, parent
+from lightning_megatron.mesh.parts.names import (
+    Parts,
+    called,
+    leaf_of,
+    lies_in,
+    module_called,
+    outwards,
+    owner_and_leaf,
+    parent,
+)
 
 
 def test_a_name_is_held_by_each_module_around_it() -> None:
     assert list(outwards("a.b.c")) == ["a.b.c", "a.b", "a", ""]
     assert list(outwards("")) == [""]
     assert [parent(name) for name in ("a.b.c", "a", "")] == ["a.b", "", ""]
+    assert [leaf_of(name) for name in ("a.b.c", "a", "")] == ["c", "a", ""]
+
+
+def test_what_a_name_calls_is_found_with_its_module() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
+    assert owner_and_leaf(net, "0.0.weight") == (net[0][0], "weight")
+    assert called(net, "0.0.weight") is net[0][0].weight and called(net, "0") is net[0]
+    assert module_called(net, "0.0") is net[0][0] and module_called(net, "0.0.weight") is None
+    with pytest.raises(AttributeError):
+        owner_and_leaf(net, "1.weight")
 
 
 @pytest.mark.parametrize(

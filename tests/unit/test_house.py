@@ -478,6 +478,8 @@ def test_names_are_matched_with_parts_in_one_place() -> None:
         if isinstance(prefix, ast.JoinedStr) and ast.unparse(prefix).endswith("}.'")
     }
     assert matchers == {"mesh.parts.names"}
+    cutters = {name for name in modules() if 'rpartition(".")' in modules()[name].read_text()}
+    assert cutters == {"mesh.parts.names", "parallelize.report"}  # the second joins the two again
 
 
 def test_values_are_pickled_for_other_ranks_in_one_place() -> None:

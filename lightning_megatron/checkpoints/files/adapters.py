@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_megatron.mesh.parts.names import parent
+
 
 class Tensors(Protocol):
     """Source of the tensors of adapters: a checkpoint, or a module."""
@@ -143,7 +145,7 @@ def stored_config(adapter: Adapter) -> Mapping[str, Any]:
 def _kept_ranks(adapter: Adapter) -> dict[str, list[bool]]:
     """By name of a layer in a peft file, the ranks of it that AdaLoRA has kept (Zhang et al., arXiv 2303.10512)."""
     ranks = stored_config(adapter).get("rank_pattern") if adapter.config.get("peft_type") == "ADALORA" else None
-    return {f"base_model.model.{name.rpartition('.')[0]}": kept for name, kept in (ranks or {}).items()}
+    return {f"base_model.model.{parent(name)}": kept for name, kept in (ranks or {}).items()}
 
 
 def _without(name: str, adapter: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoints.files.adapters import Adapter, Tensors
 from lightning_megatron.checkpoints.files.sources import Source
-from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.parts.names import Parts, leaf_of, parent
 
 _SAVED = ".modules_to_save."
 
@@ -90,8 +90,8 @@ class WithFrozen:
 
 def _inside(name: str, adapted: set[str], copied: set[str]) -> str:
     """The name that a tensor of the model alone has in the adapted one."""
-    module, _, leaf = name.rpartition(".")
+    module = parent(name)
     if f"{module}." in adapted:
-        return f"{module}.base_layer.{leaf}"
+        return f"{module}.base_layer.{leaf_of(name)}"
     holder = Parts(copied).of(name)
     return name if holder is None else f"{holder}.original_module{name.removeprefix(holder)}"

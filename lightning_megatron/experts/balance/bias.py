@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_megatron.experts.routers import Mixture, mixtures_of
 from lightning_megatron.layers import MoE
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.names import leaf_of
 
 _NAMES = ("e_score_correction_bias", "expert_bias", "correction_bias")
 
@@ -33,7 +34,7 @@ def bias_of(mixture: Mixture) -> Tensor | None:
         return mixture.block.bias
     below = {id(parameter) for parameter in mixture.experts.parameters()}
     for name, tensor in _state(mixture.block):
-        named = name.rpartition(".")[2] in _NAMES
+        named = leaf_of(name) in _NAMES
         if named and tensor.numel() == mixture.count and not tensor.requires_grad and id(tensor) not in below:
             return tensor
     return None

@@ -34,7 +34,7 @@ from lightning_megatron.layers.table import ParameterSharding, ShardTable
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.mesh.parts.names import owner_and_leaf
 
 
 class GatheredExperts:
@@ -103,7 +103,7 @@ class GatheredExperts:
         """Whole weights in the place of parts, for the module's code, which may add to them (``parametrize``)."""
         places = []
         for name, value in whole.items():
-            owner, leaf = module.get_submodule(parent(name)), name.rpartition(".")[2]
+            owner, leaf = owner_and_leaf(module, name)
             places.append((owner, leaf, owner._parameters[leaf]))
             owner._parameters[leaf] = cast(nn.Parameter, value)
         self._runs = True

@@ -14,7 +14,7 @@ import inspect
 
 from torch import nn
 
-from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.mesh.parts.names import leaf_of, parent
 from lightning_megatron.pipeline.cut.flows import names_in
 from lightning_megatron.pipeline.cut.syntax import definition_of
 
@@ -28,7 +28,7 @@ def runs_in_turn(module: nn.Module, path: str) -> bool:
         module: holds the list.
         path: dotted name of the list in it.
     """
-    leaf, holder = path.rpartition(".")[2], path
+    leaf, holder = leaf_of(path), path
     while holder:
         holder = parent(holder)
         if _loops(type(module.get_submodule(holder)), leaf):

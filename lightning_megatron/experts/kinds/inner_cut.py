@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from lightning_megatron.layers.whole.step_kinds import as_they_are
 from lightning_megatron.mesh.parts.boxes import Range, ShardSpec
-from lightning_megatron.mesh.parts.names import parent
+from lightning_megatron.mesh.parts.names import owner_and_leaf
 from lightning_megatron.mesh.replaced import Replacements
 
 _MOST_TRIALS = 4096
@@ -101,7 +101,7 @@ class InnerCut:
         """Lets the module's own code run on the parts that are here."""
         with ExitStack() as stack, Replacements() as replaced:
             for name in self.counted:
-                owner, leaf = module.get_submodule(parent(name)), name.rpartition(".")[2]
+                owner, leaf = owner_and_leaf(module, name)
                 replaced.put(owner, leaf, getattr(owner, leaf) // self.parts)
             for name, along in self.along.items():
                 if along.completed:
@@ -111,7 +111,7 @@ class InnerCut:
     @contextmanager
     def _completed(self, module: nn.Module, name: str, along: Along) -> Iterator[None]:
         """A tensor of whole size in the place of a parameter, for the module's code only."""
-        owner, leaf = module.get_submodule(parent(name)), name.rpartition(".")[2]
+        owner, leaf = owner_and_leaf(module, name)
         own = owner.get_parameter(leaf)
         owner.__dict__[leaf] = along.complete(own, self.sizes[name], self.part, self.parts)  # is looked up first
         try:
@@ -199,7 +199,7 @@ def _sum_of_parts(
         try:
             with Replacements() as replaced:
                 for name in cut.counted:
-                    owner, leaf = module.get_submodule(parent(name)), name.rpartition(".")[2]
+                    owner, leaf = owner_and_leaf(module, name)
                     replaced.put(owner, leaf, getattr(owner, leaf) // cut.parts)
                 found = functional_call(_Runs(module, run), {f"module.{name}": v for name, v in values.items()}, ())
         except Exception:

@@ -12,11 +12,41 @@ that a parameter or submodule belongs to::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def parent(name: str) -> str:
     """Name of the module that contains ``name``; empty for the whole module."""
     return name.rpartition(".")[0]
+
+
+def leaf_of(name: str) -> str:
+    """Last word of ``name``: the attribute of the module that contains it."""
+    return name.rpartition(".")[2]
+
+
+def owner_and_leaf(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module inside ``module`` that has what is called ``name``, and its attribute there.
+
+    Raises:
+        AttributeError: there is no such module.
+    """
+    return module.get_submodule(parent(name)), leaf_of(name)
+
+
+def called(module: nn.Module, name: str) -> Any:
+    """The parameter, buffer or submodule of ``module`` that is called ``name``."""
+    owner, leaf = owner_and_leaf(module, name)
+    return getattr(owner, leaf)
+
+
+def module_called(module: nn.Module, name: str) -> nn.Module | None:
+    """The submodule that is called ``name``; ``None`` if a parameter is."""
+    owner, leaf = owner_and_leaf(module, name)
+    return owner._modules.get(leaf)
 
 
 def outwards(name: str) -> Iterator[str]:
@@ -34,7 +64,7 @@ def lies_in(name: str, part: str) -> bool:
 
 def unit_of(name: str) -> str:
     """The numbered layer that a submodule lies in, or the submodule itself: ``"net.h.2"`` for ``"net.h.2.mlp"``."""
-    return [name, *(above for above in outwards(name) if above.rpartition(".")[2].isdigit())][-1]
+    return [name, *(above for above in outwards(name) if leaf_of(above).isdigit())][-1]
 
 
 class Parts:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import Range
+from lightning_megatron.mesh.parts.names import called
 from lightning_megatron.parallelize.reading.column_norms import holding, noting, parts_with_norms
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.parallelize.reading.kinds import is_attention, is_linear, is_table, linear_sizes
@@ -113,8 +114,7 @@ def set_sizes(module: nn.Module, cut: Divisible, size: int, by_input: bool) -> N
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
     """The parameter or buffer of this name."""
-    path, _, leaf = name.rpartition(".")
-    found = getattr(module.get_submodule(path), leaf)
+    found = called(module, name)
     assert isinstance(found, Tensor)
     return found
 

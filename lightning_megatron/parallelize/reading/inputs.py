@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_megatron.mesh.parts.names import leaf_of, parent
 from lightning_megatron.parallelize.reading.kinds import (
     hugging_face_models,
     is_hugging_face,
@@ -105,8 +106,8 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
 
 def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:
     """If only a single layer of a list could be run, run the other layers of the list on the same input as well."""
-    prefix, _, index = example.name.rpartition(".")
-    if not index.isdigit():
+    prefix = parent(example.name)
+    if not leaf_of(example.name).isdigit():
         return found
     names = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
     others = [Example(name, example.args, example.kwargs) for name in names if name != example.name]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.streams import RankStream
 from lightning_megatron.mesh.messages.collectives import gather_for_shards
-from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
+from lightning_megatron.mesh.parts.names import Parts, leaf_of, lies_in, parent
 from lightning_megatron.mesh.pickling import RankHook
 from lightning_megatron.parallelize.pairs.pair import holder_of
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, Door, Region
@@ -167,7 +167,7 @@ class SequencePlan:
 
 
 def _number(layer: str) -> int:
-    return int(layer.rpartition(".")[2])
+    return int(leaf_of(layer))
 
 
 def plan_sequence(module: nn.Module, blueprint: Blueprint, splits_input: bool = True) -> SequencePlan:

@@ -23,7 +23,7 @@ from itertools import takewhile
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_megatron.mesh.parts.names import lies_in
+from lightning_megatron.mesh.parts.names import leaf_of, lies_in
 from lightning_megatron.pipeline.cut.trunk import Trunk
 
 _NAMES = re.compile(r"(ema|avg|average|averaged|teacher|target|momentum|shadow|swa|slow)(_|$)", re.IGNORECASE)
@@ -198,8 +198,8 @@ def _source(copy: str, candidates: list[str]) -> str:
     outer = [name for name in candidates if not any(name != other and lies_in(name, other) for other in candidates)]
     if len(outer) == 1:
         return outer[0]
-    leaf = copy.rpartition(".")[2]
-    named = [name for name in outer if re.search(rf"(^|_){re.escape(name.rpartition('.')[2])}(_|$)", leaf)]
+    leaf = leaf_of(copy)
+    named = [name for name in outer if re.search(rf"(^|_){re.escape(leaf_of(name))}(_|$)", leaf)]
     return named[0] if len(named) == 1 else ""
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_megatron.mesh.parts.names import Parts, lies_in
+from lightning_megatron.mesh.parts.names import Parts, called, lies_in, owner_and_leaf, parent
 from lightning_megatron.pipeline.cut.averaged_copies import Copies, find_copies
 from lightning_megatron.pipeline.cut.balance import balance, balance_unequal
 from lightning_megatron.pipeline.cut.reading import Uses, When, read_uses
@@ -114,8 +114,8 @@ def _shared_buffers(
         for leaf in child._buffers:
             names.setdefault((id(child), leaf), []).append(f"{path}.{leaf}" if path else leaf)
     for name, _ in module.named_buffers():
-        path, _, leaf = name.rpartition(".")
-        owners = {parts.of(each) for each in names[id(module.get_submodule(path)), leaf]}
+        owner, leaf = owner_and_leaf(module, name)
+        owners = {parts.of(each) for each in names[id(owner), leaf]}
         if len(owners) == 1 and None not in owners:
             continue
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
@@ -138,15 +138,14 @@ def unit_names(module: nn.Module, trunk: Trunk) -> list[str]:
 
 def _is_alias(module: nn.Module, name: str, trunk: Trunk, holders: set[int], first: Mapping[int, str]) -> bool:
     """Whether ``name`` is a further name of something, given by a module that lists the trunk again as well."""
-    above, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(above)
-    again = id(owner) in holders and not lies_in(trunk.name, above)
+    owner, leaf = owner_and_leaf(module, name)
+    again = id(owner) in holders and not lies_in(trunk.name, parent(name))
     return again and leaf in owner._modules and first[id(owner._modules[leaf])] != name
 
 
 def parts_outside(module: nn.Module, trunk: Trunk) -> list[nn.Module]:
     """The submodules among the parts that :func:`unit_names` names."""
-    found = [_lookup(module, name) for name in unit_names(module, trunk)]
+    found = [called(module, name) for name in unit_names(module, trunk)]
     return [part for part in found if isinstance(part, nn.Module)]
 
 
@@ -177,7 +176,7 @@ def _place_units(
         else:
             ends = {When.BEFORE: "first", When.AFTER: "last"}
             places[name] = frozenset(end for phase, end in ends.items() if phase in phases)
-            if len(places[name]) > 1 and _elements(_lookup(module, name)) <= small:  # several stages have it anyway
+            if len(places[name]) > 1 and _elements(called(module, name)) <= small:  # several stages have it anyway
                 places[name] = frozenset({"all"})  # and layers may be given what it makes
     unknown = [name for name, place in places.items() if "all" in place]
     _apply_overrides(places, overrides)
@@ -253,7 +252,7 @@ def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], fl
     before = after = 0.0
     for name in unit_names(module, trunk):
         phases = {phase for used, when in uses.items() if _covers(name, used) for phase in when}
-        unit = _lookup(module, name)
+        unit = called(module, name)
         if When.AFTER in phases:
             after += _matrix_elements(unit, embeddings=True)
         if phases == {When.BEFORE}:
@@ -261,11 +260,6 @@ def _costs(module: nn.Module, trunk: Trunk, uses: Uses) -> tuple[list[float], fl
     if not any(costs):
         costs = [1.0] * len(costs)
     return costs, before, after
-
-
-def _lookup(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
-    owner, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(owner), leaf)
 
 
 def _matrix_elements(unit: nn.Module | nn.Parameter, *, embeddings: bool = False) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
+from lightning_megatron.mesh.parts.names import called, lies_in, outwards, parent
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
 from lightning_megatron.pipeline.elsewhere.away import source_of
@@ -91,8 +91,7 @@ class GuardedNames(_Listing):
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
     def _unread(self, name: str) -> Unread:
-        above, _, leaf = name.rpartition(".")
-        there = getattr(self._module.get_submodule(above), leaf)
+        there = called(self._module, name)
         room = torch.zeros((), dtype=there.dtype, device=there.device).expand(there.shape)
         unread = room.as_subclass(Unread)
         unread.module = self._name or type(self._module).__name__
@@ -151,9 +150,8 @@ class AbsentNames(_Listing):
         yield from type(self._module).named_parameters(self._module, prefix, recurse, remove_duplicate)
         listed = self._viewer.phase(lists=True) is Phase.STEP or _lists_all(self._viewer)
         for name in self._names if listed else ():
-            above, _, leaf = name.rpartition(".")
-            if recurse or not above:
-                yield f"{prefix}.{name}" if prefix else name, getattr(self._module.get_submodule(above), leaf)
+            if recurse or not parent(name):
+                yield f"{prefix}.{name}" if prefix else name, called(self._module, name)
 
 
 class AbsentState(_Listing):
@@ -179,8 +177,7 @@ class AbsentState(_Listing):
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs  # torch takes both
         prefix, keep_vars = given.get("prefix", ""), given.get("keep_vars", False)
         for name in self._names:
-            above, _, leaf = name.rpartition(".")
-            tensor = getattr(self._module.get_submodule(above), leaf)
+            tensor = called(self._module, name)
             listed[prefix + name] = tensor if keep_vars else tensor.detach()
         return listed
 

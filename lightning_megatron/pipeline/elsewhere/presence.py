@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.mesh import Holders
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.parts.names import outwards, parent
+from lightning_megatron.mesh.parts.names import leaf_of, outwards, owner_and_leaf, parent
 from lightning_megatron.pipeline.cut.averaged_copies import Copies
 from lightning_megatron.pipeline.cut.partition import Partition
 
@@ -304,11 +304,10 @@ _REGISTERED_LATER = TensorPlace("", frozenset({0}), ParameterSharding(ShardSpec.
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
     """The module inside ``module`` that has the tensor ``name``, ``None`` if it was removed, and its attribute."""
-    path, _, leaf = name.rpartition(".")
     try:
-        return module.get_submodule(path), leaf
+        return owner_and_leaf(module, name)
     except AttributeError:
-        return None, leaf
+        return None, leaf_of(name)
 
 
 def _part_of(name: str, parts: Mapping[str, Part]) -> Part | None:
@@ -357,9 +356,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, _Key]]:
         if not is_lazy(parameter):
             yield name, parameter, (id(parameter), "")
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        path, _, leaf = name.rpartition(".")
         if not is_lazy(buffer):
-            yield name, buffer, (modules[path], leaf)
+            yield name, buffer, (modules[parent(name)], leaf_of(name))
 
 
 def _twin(tensor: Tensor, spec: ShardSpec) -> Tensor:

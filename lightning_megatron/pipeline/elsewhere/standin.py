@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.mesh.batches import signature
+from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.mesh.pickling import OtherClass
 from lightning_megatron.pipeline.elsewhere.absent import TellsPhase, make_absent
 from lightning_megatron.pipeline.elsewhere.abstract import ObjectShape, OfData, TensorShape, abstract_run
@@ -92,7 +93,7 @@ def hollow_out(module: nn.Module, presence: Presence, device: torch.device, phas
             owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, sentinels[entry.part].source, entry.twin.shape)
     for name in parts:
         part = owner_of(module, name)[0]
-        child = part._modules.get(name.rpartition(".")[2]) if part is not None else None
+        child = part._modules.get(leaf_of(name)) if part is not None else None
         if child is not None and not isinstance(child, _Elsewhere):
             original: Any = type(child)
             child.__class__ = _hollow_class(original)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
-from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.parts.names import Parts, parent
 from lightning_megatron.pipeline.cut.trunk import LayersHere, Trunk
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -154,7 +154,7 @@ class RecomputedCall(Wrapper):
         before = [version_of(weight) for _, weight in weights]
         output = self._checkpointed(*args, **kwargs)
         for (name, weight), version in zip(weights, before, strict=True):
-            owner = self.module.get_submodule(name.rpartition(".")[0])
+            owner = self.module.get_submodule(parent(name))
             if version_of(weight) != version and getattr(owner, "max_norm", None) is None:
                 raise RuntimeError(
                     f"a forward of `{type(self.module).__name__}` writes its weight `{name}`, and with "

@@ -23,7 +23,7 @@ from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.messages.further_groups import further_group
-from lightning_megatron.mesh.parts.names import outwards
+from lightning_megatron.mesh.parts.names import module_called, outwards
 from lightning_megatron.pipeline.elsewhere.away import STATE, forget_written, refuse_away_metrics
 from lightning_megatron.pipeline.forwards.entry import Entry, has_entry
 from lightning_megatron.pipeline.repeated.follower import CallFollower
@@ -192,8 +192,7 @@ class ModelCalls:
         followed = {id(call.module) for call in self.stage.calls}
         found: dict[int, _OwnPart] = {}
         for name in self.stage.presence.parts_of_some():
-            owner, _, leaf = name.rpartition(".")
-            unit = self._module.get_submodule(owner)._modules.get(leaf)
+            unit = module_called(self._module, name)
             if unit is not None and id(unit) not in followed:
                 found.setdefault(id(unit), _OwnPart(name, unit))
         return list(found.values())

@@ -27,6 +27,7 @@ from lightning_megatron.mesh.autograd import graph_behind, in_backward
 from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.key_value_caches import is_cache
+from lightning_megatron.mesh.parts.names import owner_and_leaf
 from lightning_megatron.pipeline.elsewhere.away import Away, StageSource, plain, refuse_away, source_of
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.elsewhere.presence import Presence
@@ -96,8 +97,7 @@ class TrainingFollower(CallFollower):
     def lend(self) -> None:
         """Let every stage have the numbers of the parameters that user code may use by themselves, for this step."""
         for name in sorted(self._units):
-            above, _, leaf = name.rpartition(".")
-            owner, stages = self._module.get_submodule(above), self._units[name]
+            (owner, leaf), stages = owner_and_leaf(self._module, name), self._units[name]
             if leaf in owner._modules or len(stages) == len(set(self._owners)):
                 continue
             unit, first = self._numbers[name], min(stages)

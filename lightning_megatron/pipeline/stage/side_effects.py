@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.mesh.parts.names import lies_in
+from lightning_megatron.mesh.parts.names import lies_in, module_called
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.containers import Container
 from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, lasts, returned_beside
@@ -326,8 +326,7 @@ class SideEffects:
 
     def _unit(self, index: int) -> nn.Module | None:
         """A layer or part; ``None`` for a parameter."""
-        above, _, leaf = self._names[index].rpartition(".")
-        return self._root.get_submodule(above)._modules.get(leaf)
+        return module_called(self._root, self._names[index])
 
     def _containers(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
         arguments = (*args, *kwargs.values())

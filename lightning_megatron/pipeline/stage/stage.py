@@ -17,6 +17,7 @@ from lightning_megatron.layers.all_here import begin_pass, no_backward
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.parts.names import module_called, owner_and_leaf
 from lightning_megatron.pipeline.cut.partition import Partition, parts_outside
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE, Away, make_real
 from lightning_megatron.pipeline.elsewhere.listing import install_listings
@@ -140,7 +141,7 @@ class Stage:
     def _wrap_parts(self, sentinels: Mapping[str, Sentinel]) -> None:
         """Let the parts of other stages, but for the layers, answer with zeros."""
         for name in self.partition.units:
-            unit = _submodule(self.module, name) if name in sentinels else None
+            unit = module_called(self.module, name) if name in sentinels else None
             if unit is not None:
                 self._follow(PartCall(self.cursor, self._numbers.get(name, -1), unit, sentinels[name]))
 
@@ -149,7 +150,7 @@ class Stage:
         if not self._begins:
             return
         for name in sorted(self.partition.before):
-            unit = _submodule(self.module, name)
+            unit = module_called(self.module, name)
             if unit is not None:
                 self._follow(FirstCall(self.cursor, self._numbers[name], unit, Sentinel(name)))
 
@@ -285,8 +286,7 @@ class Stage:
         early, late = self.partition.early_buffers, self.partition.late_buffers
         if self._shared is None:
             names = [name for name in (*early, *late) if self.presence.is_here(name)]
-            owners = {name: self.module.get_submodule(name.rpartition(".")[0]) for name in names}
-            self._shared = [(name, owners[name], name.rpartition(".")[2]) for name in names]
+            self._shared = [(name, *owner_and_leaf(self.module, name)) for name in names]
         if not self._shared:
             return _NOTHING
         return self._undoing_buffers(frozenset(early) if again and self._begins else frozenset())
@@ -343,12 +343,6 @@ class Stage:
                 sent.tensors = [tensor.detach() for tensor in sent.tensors]
                 return StageRun(micro_batch, received, sent)
             return self._finish(micro_batch, map_tensors(output, torch.detach), received)
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    """The module called ``name``; ``None`` if a parameter is."""
-    owner, _, leaf = name.rpartition(".")
-    return module.get_submodule(owner)._modules.get(leaf)
 
 
 def _is_at(parameter: nn.Parameter, memory: int) -> bool:

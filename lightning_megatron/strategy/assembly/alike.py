@@ -19,7 +19,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
-from lightning_megatron.mesh.parts.names import outwards, unit_of
+from lightning_megatron.mesh.parts.names import leaf_of, outwards, unit_of
 from lightning_megatron.parallelize.reading.kinds import as_written
 
 _CHUNK_BYTES = 256 * 1024 * 1024
@@ -158,7 +158,7 @@ def _units(module: nn.Module) -> list[list[Member]]:
     units: dict[str, list[Member]] = {}
     for name, child in _children_first(module, "", set()):
         pending, unit = _holds_meta(child), unit_of(name)
-        if pending or unit != name or name.rpartition(".")[2].isdigit():
+        if pending or unit != name or leaf_of(name).isdigit():
             units.setdefault(unit, []).append((name, child, pending))
     return [members for members in units.values() if any(pending for *_, pending in members)]
 

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.strategy.carried.step_stores import (
@@ -79,7 +80,7 @@ class Carried:
         joins = tried.joins()
         for said in (said for said in found if said[0] not in norms):
             apart = said[1] is not None and said[0] not in modules  # others may come, which no trial has seen
-            word = said[0].rpartition(".")[2] if said[1] is None else said[1]
+            word = leaf_of(said[0]) if said[1] is None else said[1]
             apart = apart or not is_plainly_written(self.called, str(word))
             ways = {() if apart else ways_on(joins, name, kinds.get(name, ())) for name in named.get(said, ())}
             self._here[said] = (ways.pop() or _APART) if len(ways) == 1 else _APART

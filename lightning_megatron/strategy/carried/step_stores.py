@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.loss.tables import Name
@@ -96,7 +97,7 @@ def is_stored(name: Name, value: Any, stored: set[str]) -> bool:
         stored: the names.
     """
     if isinstance(value, LISTS):  # whose table is theirs
-        return name[1] is None and name[0].rpartition(".")[2] in stored
+        return name[1] is None and leaf_of(name[0]) in stored
     return name[1] in stored and isinstance(value, (int, float, complex, Tensor)) and not isinstance(value, bool)
 
 

@@ -27,7 +27,7 @@ from lightning_megatron.layers.whole.around_calls import Entering, Leaving
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import NATIVE, SHAPE
 from lightning_megatron.layers.whole.step_kinds import as_they_are
-from lightning_megatron.mesh.parts.names import lies_in, outwards, parent
+from lightning_megatron.mesh.parts.names import leaf_of, lies_in, outwards, parent
 from lightning_megatron.mesh.pickling import AroundHook
 
 _TABLES = {
@@ -64,7 +64,7 @@ class LayerHooks:
         inside = set(_between(modules, split))
         if shares_tokens:
             inside |= {each for name in split for each in outwards(name) if each}
-            layers = {each for each in inside if each.rpartition(".")[2].isdigit()}
+            layers = {each for each in inside if leaf_of(each).isdigit()}
             inside |= {name for name in modules if any(lies_in(name, layer) for layer in layers)}
         self._inside = [modules[name] for name in modules if name in inside]
         self._hooked = [part for name, part in modules.items() if name in inside or id(part) in self._held]

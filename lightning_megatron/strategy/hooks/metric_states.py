@@ -21,6 +21,8 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 
+from lightning_megatron.mesh.parts.names import parent
+
 States = dict[tuple[str, str], Any]
 """Name of the metric and of the state -> its value."""
 Joins = Mapping[int, Sequence[int]]
@@ -70,7 +72,7 @@ class MetricStates:
         """
         found: dict[str, tuple[Metric, tuple[Any, ...]]] = {}
         for name, metric in self._metrics.items():
-            wrapped = name.rpartition(".")[0] in self._metrics
+            wrapped = parent(name) in self._metrics
             if wrapped or type(metric).update not in (MeanMetric.update, SumMetric.update):
                 continue
             each = [self._ways(name, runs, weights(both)) for both, runs in self._runs(joins).items()]

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce, raw_broadcast
-from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.parts.names import Parts, owner_and_leaf, parent
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.undo import Contents
@@ -41,14 +41,14 @@ class SharedBuffers:
         self._here = [name for name in self._names if presence.is_here(name)]
         self._twins = {name: presence.entries[name].twin for name in self._names if name not in self._here}
         norms = {name for name, child in module.named_modules() if isinstance(child, _NormBase)}
-        self._statistics = [name for name in self._names if name.rpartition(".")[0] in norms]
+        self._statistics = [name for name in self._names if parent(name) in norms]
         layers = Parts(presence.layer_names())
         paths = Counter(
             id(child)
             for name, child in module.named_modules(remove_duplicate=False)
             if layers.of(name) not in (None, name)
         )
-        owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in self._names}
+        owners = {name: module.get_submodule(parent(name)) for name in self._names}
         self._of_layers = [name for name in self._names if paths[id(owners[name])] > 1]
         self._before: dict[str, Contents] = {}
         self._writers: dict[str, int] | None = None
@@ -71,8 +71,8 @@ class SharedBuffers:
 
     def set(self, name: str, value: Tensor) -> None:
         """Put a value into the place of one."""
-        owner, _, leaf = name.rpartition(".")
-        self._module.get_submodule(owner)._buffers[leaf] = value
+        owner, leaf = owner_and_leaf(self._module, name)
+        owner._buffers[leaf] = value
 
     def share(self) -> None:
         """Hand round those that one stage but the last has written in the first step. Collective over the pipeline.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.batches import tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.parts.names import owner_and_leaf
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, integers_of
 
@@ -75,8 +76,8 @@ class ClassWeighted(Counted):
 
     def _now(self) -> tuple[float, ...]:
         for module, alone in self.sources:
-            owner, _, leaf = self.name.rpartition(".")
-            tensor = getattr(module.get_submodule(owner), leaf, None)
+            owner, leaf = owner_and_leaf(module, self.name)
+            tensor = getattr(owner, leaf, None)
             now = tuple(tensor.tolist()) if type(tensor) is Tensor and not tensor.is_meta else self.weights
             if now != self.weights and not alone:
                 raise RuntimeError(

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, is_alike, split_batch
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.parts.names import parent
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.all_samples import AllSamples
@@ -351,7 +352,7 @@ class Cuts:
         if (known := repeats.includes("training_step")) or tried:
             return known
         will_be_tried = self._options.whole_batch_loss and len(parts) > 1
-        module, model = self._context.module, self._context.layers[0].rpartition(".")[0]
+        module, model = self._context.module, parent(self._context.layers[0])
         may = bool(self._skips.whole) or (not will_be_tried and may_call_again(module, model))
         if may and calls_again(self._context, call, parts[0]):
             repeats.note("training_step")

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.draws.given_again import replayed
+from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, MODULE, Address, Container, resolve
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
@@ -209,7 +210,7 @@ def _name_of(address: Address) -> str:
     words: list[str] = []
     for kind, *at in address:
         if kind in _OUTSIDE:
-            words = [str(word).rpartition(".")[2] for word in at] if kind != "method" else words[:1]
+            words = [leaf_of(str(word)) for word in at] if kind != "method" else words[:1]
         elif kind == "cell":
             words.append("closure")
         elif kind in ("module", "attr", "item"):
