@@ -151,7 +151,7 @@ class Around:
         return Boundary(self._before.leaves, list(self._before.tensors), span=self._spans[micro_batch])
 
     def _fail(self, error: Exception, micro_batch: int, leaves: Sequence[Leaf]) -> StageRun:
-        """In a trial, go on with zeros where the step cannot be run so, for the sake of the stages that wait.
+        """In a trial, go on with zeros where the step cannot be run so, so that the stages that wait go on.
 
         Args:
             error: what was raised.
