@@ -221,6 +221,16 @@ class Root(Task):
         return F.mse_loss(self(x).mean(-1), y.double()).sqrt()
 
 
+class Invariant(Task):
+    """A penalty on the gradient of a scale that the step makes after the layers."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits, scale = self(x), torch.tensor(1.0, dtype=torch.float64).requires_grad_()
+        loss = F.cross_entropy((logits * scale).flatten(0, 1), y.flatten())
+        (slope,) = torch.autograd.grad(loss, scale, create_graph=True)
+        return loss + slope.square()
+
+
 class Hardest(Task):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.each(x, y, reduction="none").topk(10).values.mean()
@@ -530,6 +540,7 @@ WEIGHED: dict[str, Callable[[], Task]] = {
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
     "balanced": Balanced, "rebalanced": Rebalanced, "root": Root, "hardest": Hardest, "focal": Focal,
+    "invariant": Invariant,
     "in_batch": InBatch, "mixed": Mixed,
     "running": Running, "followed": Followed, "conditioned": Conditioned, "between": Between,
     "across_samples": AcrossSamples, "alike": Alike, "fifth": Fifth, "by_class": ByClass, "normed": Normed,

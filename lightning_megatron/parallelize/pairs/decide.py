@@ -122,8 +122,9 @@ def _apply_rules(module: nn.Module, blueprint: Blueprint, parts: int, apart: Par
     if trace is None:
         raise ValueError(
             f"No tensor-parallel plan: {type(module).__name__} has none of its own and holds no drop-in layers, and "
-            f"the rules that read its execution saw nothing to split ({blueprint.untraced}). Set `example_input_array` "
-            "on the LightningModule (or pass `example=` to `parallelize`), or `tensor_parallel_plan={pattern: style}`."
+            f"the rules that read its execution saw nothing to split ({blueprint.untraced}). Give the "
+            "LightningModule a `forward` that `training_step` calls, and set `example_input_array` on it (or pass "
+            "`example=` to `parallelize`), or pass `tensor_parallel_plan={pattern: style}`."
         )
     for name, call in trace.calls.items():
         if is_attention(call.module) and name not in apart:

@@ -68,7 +68,7 @@ def holders_of(container: nn.Module, root: nn.Module) -> list[nn.Module]:
     return [root, *(module for module in inside if module is not container and module is not root)]
 
 
-def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
+def find_trunk(module: nn.Module, name: str = "auto", instead: str = "pipeline_parallel_size=1") -> Trunk:
     """Find the trunk of ``module``: its largest container of repeated layers.
 
     Containers are ``nn.ModuleList``, ``nn.Sequential`` and ``nn.ModuleDict``. Layers with submodules are preferred to
@@ -77,13 +77,14 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
     Args:
         module: the whole module, real or on the meta device.
         name: dotted name of the container, or ``"auto"``.
+        instead: setting that needs no trunk.
 
     Raises:
         ValueError: no container qualifies, the named one does not, or it holds one layer twice; the message lists the
             containers of the module.
     """
     if name != "auto":
-        return _named_trunk(module, name)
+        return _named_trunk(module, name, instead)
     noted = Marks.of(module).get(Trunk)
     if noted is not None and {*noted.layer_names} <= {name for name, _ in module.named_modules(remove_duplicate=False)}:
         return noted
@@ -92,11 +93,10 @@ def find_trunk(module: nn.Module, name: str = "auto") -> Trunk:
         raise ValueError(
             "no trunk found: the module has no nn.ModuleList or nn.Sequential of at least two layers of one class "
             f"with parameters. {_list_containers(module)} Put the repeated layers into an nn.ModuleList, name a "
-            "container with "
-            '`pipeline_layers="..."`, or use `pipeline_parallel_size=1`.'
+            f'container with `pipeline_layers="..."`, or use `{instead}`.'
         )
     best = max(candidates, key=lambda candidate: candidate[:3])
-    return _trunk(best[3], module.get_submodule(best[3]))
+    return _trunk(best[3], module.get_submodule(best[3]), instead)
 
 
 def note_trunk(module: nn.Module) -> None:
@@ -107,7 +107,7 @@ def note_trunk(module: nn.Module) -> None:
         Marks.of(module).put(find_trunk(module))
 
 
-def _named_trunk(module: nn.Module, name: str) -> Trunk:
+def _named_trunk(module: nn.Module, name: str, instead: str) -> Trunk:
     try:
         container = module.get_submodule(name)
     except AttributeError:
@@ -117,16 +117,16 @@ def _named_trunk(module: nn.Module, name: str) -> Trunk:
             f"`pipeline_layers={name!r}` is a {type(container).__name__}, not an nn.ModuleList, nn.Sequential or "
             f"nn.ModuleDict of layers. {_list_containers(module)}"
         )
-    return _trunk(name, container)
+    return _trunk(name, container, instead)
 
 
-def _trunk(name: str, container: nn.Module) -> Trunk:
+def _trunk(name: str, container: nn.Module, instead: str) -> Trunk:
     layers = list(container._modules.values())
     repeated = [child for child, count in Counter(map(id, layers)).items() if count > 1]
     if repeated:
         raise ValueError(
-            f"the trunk `{name}` holds the same layer object more than once; a pipeline cannot cut shared layers. "
-            "Use one object per layer (their parameters may be tied) or `pipeline_parallel_size=1`."
+            f"the trunk `{name}` holds the same layer object more than once; shared layers cannot be cut. Use one "
+            f"object per layer (their parameters may be tied) or `{instead}`."
         )
     return Trunk(name, tuple(f"{name}.{child}" if name else child for child in container._modules))
 

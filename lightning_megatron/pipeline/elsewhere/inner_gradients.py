@@ -5,23 +5,42 @@ graph of a stage begins at what the stage before sent, so of an ``x`` from befor
 elsewhere::
 
     x ──embed──layers 0-1──▶ │ ──layers 2-3──▶ h ──head──▶ output      grad(output, h): here
-    └── elsewhere ──────────┘ └── this stage ─────────────────────     grad(output, x): refused
+    └── elsewhere ──────────┘ └── this stage ──────── w ──┘            grad(output, x): refused
+
+A ``w`` that the step makes after the layers (the scale of invariant risk minimization) is here with its whole path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.mesh.autograd import graph_behind
 
+SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
-def check_inner_gradient(func: Any, args: Any, kwargs: Any, received: Sequence[Tensor], own: Iterable[int]) -> None:
+def begun_by(func: Any, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+    """The tensor that a call of a torch function has made require gradients, with nothing behind it.
+
+    Args:
+        func: what was called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: what it gave.
+    """
+    switched = args[0] if func in SWITCHES else None
+    tensor = output if kwargs.get("requires_grad") is True else switched
+    return tensor if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad else None
+
+
+def check_inner_gradient(
+    func: Any, args: Any, kwargs: Any, received: Sequence[Tensor], own: Callable[[int], bool]
+) -> None:
     """Refuse a gradient whose path leaves this stage.
 
     Args:
@@ -29,7 +48,8 @@ def check_inner_gradient(func: Any, args: Any, kwargs: Any, received: Sequence[T
         args: its positional arguments.
         kwargs: its keyword arguments.
         received: what the stage before sent; empty on the first.
-        own: ids of parameters that other stages do not compute with.
+        own: tells, by their ids, tensors whose path is on this stage: parameters that others do not compute with, and
+            what the step has made after the layers.
 
     Raises:
         RuntimeError: with what to change.
@@ -46,8 +66,7 @@ def check_inner_gradient(func: Any, args: Any, kwargs: Any, received: Sequence[T
     if not any(_begins_elsewhere(output, received) for output in outputs):
         return
     for tensor in inputs:
-        alone = isinstance(tensor, nn.Parameter) and id(tensor) in own
-        if not alone and not _begins_elsewhere(tensor, received):
+        if not own(id(tensor)) and not _begins_elsewhere(tensor, received):
             raise RuntimeError(
                 "the step takes a gradient (`torch.autograd.grad`) with respect to a tensor of shape "
                 f"{tuple(tensor.shape)} from before the layers, but the layers between are on other pipeline stages. "

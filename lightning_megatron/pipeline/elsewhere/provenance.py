@@ -10,7 +10,7 @@ themselves (:mod:`.away`), and in every step: a value that is first passed on la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_megatron.pipeline.elsewhere.away import (
     tensors_in,
     writes_in_place,
 )
-from lightning_megatron.pipeline.elsewhere.inner_gradients import check_inner_gradient
+from lightning_megatron.pipeline.elsewhere.inner_gradients import SWITCHES, begun_by, check_inner_gradient
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 
@@ -58,11 +58,13 @@ class Provenance(TorchFunctionMode):
         module: the user's module, cut.
         presence: what of it is here.
         received: what the stage before sent.
+        ends: tells whether the run is after the last layer.
     """
 
-    def __init__(self, module: nn.Module, presence: Presence, received: list[Tensor]) -> None:
+    def __init__(self, module: nn.Module, presence: Presence, received: list[Tensor], ends: Callable[[], bool]) -> None:
         super().__init__()
-        self._received = received
+        self._received, self._ends = received, ends
+        self._begun: dict[int, Tensor] = {}
         named = module.named_parameters(remove_duplicate=False)
         self._own = frozenset(id(parameter) for name, parameter in named if not presence.is_everywhere(name))
         self._made: dict[int, Tensor] = {}
@@ -70,8 +72,12 @@ class Provenance(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        check_inner_gradient(func, args, kwargs, self._received, self._own)
+        check_inner_gradient(func, args, kwargs, self._received, self._begins_here)
+        required = func in SWITCHES and args[0].requires_grad
         output = func(*args, **kwargs)
+        begun = None if required else begun_by(func, args, kwargs, output)
+        if begun is not None and self._ends():
+            self._begun[id(begun)] = begun
         if func in TAKES_NUMBERS and (source := source_of((args[1:] if func is torch.full_like else args, kwargs))):
             return mark(output, source)
         if self._paused or func in BLIND:
@@ -102,6 +108,10 @@ class Provenance(TorchFunctionMode):
     def travels(self, tensor: Tensor) -> bool:
         """Whether the next stage cannot compute ``tensor`` for itself."""
         return id(tensor) in self._made or id(tensor) in self._own
+
+    def _begins_here(self, identity: int) -> bool:
+        """Whether no other stage computes with a tensor, by its id."""
+        return identity in self._own or identity in self._begun
 
     def _any_made(self, value: Any) -> bool:
         return any(self.travels(tensor) for tensor in tensors_in(value))

@@ -90,7 +90,8 @@ class Passes:
         """Around the user's code."""
         done = self._cursor.trace_plan.is_done
         if not all(done(bounds, _name(0)) for bounds in self._bounds):
-            self._tracer = Provenance(self._stage.module, self._stage.presence, self._received)
+            stage = self._stage
+            self._tracer = Provenance(stage.module, stage.presence, self._received, lambda: stage.is_behind_layers)
         self._cursor.passes = self
         self._begin()
         try:

@@ -156,7 +156,7 @@ class Stage:
 
     def _new_tracer(self, received: Boundary) -> Provenance:
         """Something that follows the values of one run."""
-        return Provenance(self.module, self.presence, received.tensors)
+        return Provenance(self.module, self.presence, received.tensors, lambda: self.is_behind_layers)
 
     def run(
         self,

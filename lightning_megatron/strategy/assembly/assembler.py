@@ -191,7 +191,7 @@ class Assembler:
             stage.cursor.tokens = region = TokenRegion(module, (), group, asked, *shared)
             return region
         try:
-            layers = find_trunk(module, self._options.pipeline_layers).layers(module)
+            layers = find_trunk(module, self._options.pipeline_layers, "context_parallel_size=1").layers(module)
         except ValueError as error:
             raise ValueError(
                 f"`context_parallel_size={group.size()}` splits the input of repeated layers: {error}"

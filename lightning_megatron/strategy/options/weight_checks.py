@@ -146,7 +146,7 @@ def check_streamed_weights(given: Streams, trainer: pl.Trainer, module: pl.Light
 
 def _without_layers(module: pl.LightningModule) -> str | None:
     try:
-        find_trunk(module)
+        find_trunk(module, instead="weight_sharding=False")
     except ValueError as error:
         return str(error).rstrip(".")
     return None
