@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,92 @@ class FollowedInStep(Followed):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         Followed.on_train_batch_end(self)
+
+
+class AveragedFlat(Over):
+    """Keeps an average of all weights in one vector, and goes on from it in each second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["flat"] = nn.utils.parameters_to_vector(self.parameters()).detach().double()
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            nn.utils.vector_to_parameters(self.flat, self.parameters())
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.flat.lerp_(nn.utils.parameters_to_vector(self.parameters()), 0.3)
+
+
+class AveragedByPlace(Over):
+    """Keeps averages in a list, made before the module is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["averages"] = [parameter.detach().double() for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for place, parameter in enumerate(self.parameters() if batch_idx % 2 else ()):
+            parameter.copy_(self.averages[place])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for place, parameter in enumerate(self.parameters()):
+            self.averages[place].lerp_(parameter, 0.3)
+
+
+class AveragedLater(AveragedByPlace):
+    """Makes the list in a hook, when it is cut; and pairs it with the parameters of the optimizer."""
+
+    def on_fit_start(self) -> None:
+        self.__dict__["averages"] = [parameter.detach().clone() for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for average, parameter in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(parameter, 0.3)
+
+
+class AveragedState(Over):
+    """Keeps averages as a state of the whole module, and loads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["averages"] = {name: value.double() for name, value in self.state_dict().items()}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            self.load_state_dict(self.averages)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, value in self.state_dict().items():
+            self.averages[name].lerp_(value, 0.3)
+
+
+class LogsByName(Over):
+    """Follows each weight by its name, and logs a number of what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["averages"] = {name: value.detach().double() for name, value in self.named_parameters()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, parameter in self.named_parameters():
+            self.averages[name].lerp_(parameter, 1e-6)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("averages", sum(float(value.square().sum()) for value in self.averages.values()))
+
+
+class LogsSeconds(Over):
+    """Logs what differs from rank to rank."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seconds", time.perf_counter())
 
 
 class Scaled(Over):
@@ -249,6 +336,12 @@ KINDS: dict[str, type[Over]] = {
         Over,
         Followed,
         FollowedInStep,
+        AveragedFlat,
+        AveragedByPlace,
+        AveragedLater,
+        AveragedState,
+        LogsByName,
+        LogsSeconds,
         Scaled,
         Auto,
         Skipping,

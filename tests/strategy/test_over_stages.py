@@ -21,6 +21,10 @@ KINDS = (
     "Over",
     "Followed",
     "FollowedInStep",
+    "AveragedFlat",
+    "AveragedByPlace",
+    "AveragedLater",
+    "AveragedState",
     "Scaled",
     "Auto",
     "Skipping",
@@ -34,6 +38,9 @@ QUICK = {
     ("pp2", "Auto"),
     ("pp2", "Followed"),
     ("pp2", "FollowedInStep"),
+    ("pp2", "AveragedFlat"),
+    ("pp2", "AveragedLater"),
+    ("pp2", "AveragedState"),
     ("pp2", "Noisy"),
     ("pp2", "Groups"),
     ("pp2", "Clipped"),
@@ -90,6 +97,13 @@ def test_a_norm_of_another_stages_layer_is_no_zero_in_a_step_by_hand() -> None:
     for outcome in run_trainers(over.run, (2, 1), {}, "ClippedInStep", devices=2, check=False, grace=20.0):
         said = f"{outcome.error}{outcome.trace}{outcome.output}"
         assert "the logged value `norm` depends on `a norm of gradients`" in said and "on_before_optimizer_step" in said
+
+
+def test_a_number_that_ranks_do_not_have_alike_is_told_of_unless_each_has_measured_it() -> None:
+    run_trainers(over.run, (2, 1), {}, "LogsSeconds", devices=2)
+    for outcome in run_trainers(over.run, (2, 1), {}, "LogsByName", devices=2, check=False, grace=20.0):
+        said = f"{outcome.error}{outcome.output}"
+        assert "`averages`, logged in `on_train_epoch_end`, differs between the ranks" in said or outcome.rank, said
 
 
 @pytest.mark.parametrize("kind", ["Pulled", pytest.param("PulledAfterwards", marks=pytest.mark.wide)])

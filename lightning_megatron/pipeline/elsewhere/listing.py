@@ -181,6 +181,15 @@ class AbsentState(_Listing):
             listed[prefix + name] = tensor if keep_vars else tensor.detach()
         return listed
 
+    def loaded_here(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this stage loads of a state: all but what is elsewhere, which the stages load that have it."""
+        elsewhere = {*self._names}
+        if elsewhere.isdisjoint(state_dict):
+            return state_dict
+        here = OrderedDict((name, value) for name, value in state_dict.items() if name not in elsewhere)
+        here._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+        return here
+
 
 class CopyNames(_Listing):
     """Installed as one of the listing methods on a module inside a copy."""
@@ -225,7 +234,7 @@ class CopyLoad:
 
 
 def _explaining(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``nn.Module.load_state_dict``, whose errors say so where what is loaded is that of a module cut over stages."""
+    """``nn.Module.load_state_dict``: a stage loads what it has, and errors say so where the state is of one."""
 
     @functools.wraps(load)
     def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -236,8 +245,10 @@ def _explaining(load: Callable[..., Any]) -> Callable[..., Any]:
                 "in a hook, such as `on_train_batch_start` or `on_train_batch_end`, where each stage loads its part "
                 "of a copy and the parts are exchanged; or use `pipeline_parallel_size=1`."
             )
+        listing = vars(module).get("state_dict")
+        loaded = listing.loaded_here(state_dict) if isinstance(listing, AbsentState) else state_dict
         try:
-            return load(module, state_dict, *args, **kwargs)
+            return load(module, loaded, *args, **kwargs)
         except RuntimeError as error:
             if getattr(state_dict, "of_one_stage", False):
                 error.add_note(

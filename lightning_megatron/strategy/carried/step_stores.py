@@ -31,7 +31,7 @@ _COUNTS = frozenset(
     ("sum", "len", "count_nonzero", "numel", "bincount", "unique", "nonzero", "std", "var", "norm", "histc")
 )
 _SAME = frozenset(("detach", "clone", "item", "float", "double", "to"))
-_CLOCKS = frozenset(
+CLOCKS = frozenset(
     f"{name}{unit}" for name in ("time", "perf_counter", "monotonic", "process_time") for unit in ("", "_ns")
 ) | {"default_timer", "now", "utcnow", "elapsed_time"}
 
@@ -293,7 +293,7 @@ def _reads(value: ast.expr, names: set[str]) -> bool:
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in _CLOCKS:
+            if called in CLOCKS:
                 return True
         if isinstance(node, ast.Name) and node.id in names:
             return True

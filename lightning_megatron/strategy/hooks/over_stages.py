@@ -51,9 +51,13 @@ _DRAWS = (
 _COUNTS = (
     *("sum", "norm", "vector_norm", "stack", "cat", "mean", "std", "var", "dot", "max", "min", "any", "all", "sqrt"),
     *("item", "float", "tolist", "parameters_to_vector", "numel", "isnan", "isinf", "isfinite", "kthvalue", "topk"),
-    "zip",  # of those of a network and of its copy, which has to pair the same ones
     *("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "get_total_norm"),
 )
+_PAIRS = (
+    "zip",
+    "enumerate",
+    "vector_to_parameters",
+)  # each parameter with what is kept of it, or of its copy, by place
 _OF_OWN = ("state", "state_dict", "add_param_group", "deepcopy")  # which are of what a stage has
 _READS = frozenset(
     (
@@ -89,6 +93,7 @@ class OverStages:
     ) -> None:
         self._module, self._stage, self._group, self._optimizers = module, stage, group, optimizers
         self.running: StageNumbers | None = None
+        self._noted: Any = WeakIdKeyDictionary()
         self._replaced = Replacements()
         self._found: list[tuple[Any, str]] = []
         if stage.presence.copies or not module.automatic_optimization:
@@ -124,7 +129,7 @@ class OverStages:
     def _listing_all(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(hook)
         def listing(*args: Any, **kwargs: Any) -> Any:
-            numbers = StageNumbers(self._module, self._stage, self._group, name)
+            numbers = StageNumbers(self._module, self._stage, self._group, name, self._noted)
             numbers.begin()
             with self._running_with(numbers), numbers:
                 try:
@@ -186,16 +191,17 @@ class StageNumbers(TorchFunctionMode):
         stage: this rank's.
         group: the stages of this replica.
         hook: name of the hook.
+        noted: the stages that have tensors, kept from one call to the next, as hooks keep these.
 
     Attributes:
         active: whether code of the user runs.
     """
 
-    def __init__(self, module: nn.Module, stage: Stage, group: dist.ProcessGroup, hook: str) -> None:
+    def __init__(self, module: nn.Module, stage: Stage, group: dist.ProcessGroup, hook: str, noted: Any) -> None:
         super().__init__()
         self._module, self._presence, self._group, self._hook = module, stage.presence, group, hook
         self._stage, self._everyone = stage.stage, stage.presence.stages
-        self._noted: Any = WeakIdKeyDictionary()
+        self._noted = noted
         self._without: set[int] = set()
         self._trained: dict[int, bool] = {}
         self.active, self._gradients = True, 0
@@ -354,21 +360,22 @@ class StageNumbers(TorchFunctionMode):
 
 
 def _hooks_over_all(owner: Any, parent: type | None) -> list[str]:
-    """Hooks that may take numbers from all parameters, or draw for each of them."""
+    """Hooks that may take numbers from all parameters, draw for each of them, or find what is kept of it by its place;
+    where one does so, all hooks of an owner, which may keep it.
+    """
     hooks = {hook: names_used(owner, hook) for hook in hooks_of(owner, parent)}
-    return [hook for hook, names in hooks.items() if _is_whole(hook, names) and _goes_over_all(names)]
+    listing = {hook: names for hook, names in hooks.items() if _lists_all(hook, names)}
+    pairs = any(not names.isdisjoint(_PAIRS) for names in listing.values())
+    return [hook for hook, names in listing.items() if pairs or not names.isdisjoint((*_DRAWS, *_COUNTS))]
 
 
-def _is_whole(hook: str, names: set[str]) -> bool:
-    """Whether all of a hook may be given all parameters. Steps run inside of ``optimizer_step``, so this is given them
-    where it pairs those of a network with those of its copy, and not for a line that sets a learning rate.
+def _lists_all(hook: str, names: set[str]) -> bool:
+    """Whether a hook lists parameters, and may be given those of all stages. ``optimizer_step``, in which steps run, is
+    given them where it pairs those of a network and of its copy, and not for a line that sets a learning rate.
     """
     pairs = hook == "optimizer_step" and "zip" in names and not names.isdisjoint(_LISTS[:2])
-    return hook.startswith("on_") or hook == "configure_gradient_clipping" or pairs
-
-
-def _goes_over_all(names: set[str]) -> bool:
-    return not names.isdisjoint(_LISTS) and not names.isdisjoint((*_DRAWS, *_COUNTS)) and names.isdisjoint(_OF_OWN)
+    whole = hook.startswith("on_") or hook == "configure_gradient_clipping" or pairs
+    return whole and not names.isdisjoint(_LISTS) and names.isdisjoint(_OF_OWN)
 
 
 def _are_those(group: Mapping[str, Any], everywhere: list[Tensor]) -> bool:

@@ -32,7 +32,8 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import Absent
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log
+from lightning_megatron.strategy.carried.step_stores import CLOCKS
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log, names_used
 from lightning_megatron.strategy.lightning.trainer_access import hook_of, in_hook
 from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE
 
@@ -46,6 +47,25 @@ _HOOKS = (
         for when in ("start", "epoch_start", "epoch_end", "batch_start", "batch_end")
     ),
 )
+
+
+_MEASURES = CLOCKS | {"max_memory_allocated", "memory_allocated", "memory_reserved", "mem_get_info", "memory_info"}
+_MEASURES |= {"virtual_memory", "cpu_percent", "getrusage", "getpid", "global_rank", "local_rank"}
+
+
+class HooksThatMeasure:
+    """Which hooks of a module and of callbacks read what is each rank's own: a clock, memory in use, its number.
+
+    Args:
+        module: the user's module.
+        callbacks: of the Trainer.
+    """
+
+    def __init__(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
+        self._owners: list[Any] = [module, *foreign_callbacks(callbacks)]
+
+    def __contains__(self, hook: str) -> bool:
+        return any(hasattr(owner, hook) and _MEASURES & names_used(owner, hook) for owner in self._owners)
 
 
 @dataclass(frozen=True)
@@ -85,10 +105,11 @@ class HookLogs:
     Args:
         mesh: the grid.
         device: where tensors live.
+        measure: tells which hooks log what differs from rank to rank.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: ParallelMesh, device: torch.device, measure: HooksThatMeasure) -> None:
+        self._mesh, self._device, self._measure = mesh, device, measure
         self._held: list[HookLog] | None = None
         self._told: set[str] = set()
 
@@ -154,15 +175,19 @@ class HookLogs:
             return entries[0]
         if slices and norm is not None:
             return HookLog(entries[0].hook, _norm([entry.value for entry in entries], norm), entries[0].options)
-        if _TOTAL.search(name) is None and isinstance(entries[-1].value, Tensor) and name not in self._told:
+        if _TOTAL.search(name) is None and name not in self._told and self._tells(entries[-1]):
             self._told.add(name)
-            values = ", ".join(f"{float(entry.value):.6g}" for entry in entries)
+            values = ", ".join(f"{float(entry.value):.9g}" for entry in entries)
             rank_zero_warn(
                 f"`{name}`, logged in `{entries[0].hook}`, differs between the ranks that share one model ({values}): "
                 "each holds only a part of the parameters. The last of these is logged. For the norm of all gradients "
                 "log `self.trainer.strategy.gradient_norm()`, or pass `MegatronStrategy(log_gradient_norm=True)`."
             )
         return entries[-1]
+
+    def _tells(self, entry: HookLog) -> bool:
+        """Whether a number that is not the same on all ranks is none that was measured on each of them."""
+        return isinstance(entry.value, Tensor) or (isinstance(entry.value, float) and entry.hook not in self._measure)
 
 
 def _known(entries: list[HookLog]) -> list[HookLog]:
@@ -183,7 +208,11 @@ def _known(entries: list[HookLog]) -> list[HookLog]:
 
 def _equal(entries: list[HookLog]) -> bool:
     first = entries[0].value
-    return all(bool(entry.value == first) for entry in entries)
+    return all(bool(entry.value == first) or _are_nan(entry.value, first) for entry in entries)
+
+
+def _are_nan(*values: Any) -> bool:
+    return all(bool(value != value) for value in values)
 
 
 def _norm(values: Iterable[Any], match: re.Match[str]) -> Tensor:

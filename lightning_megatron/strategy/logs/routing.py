@@ -25,7 +25,7 @@ from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hooks import reads_gradients
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
-from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs
+from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs, HooksThatMeasure
 from lightning_megatron.strategy.logs.metrics import MetricRouter
 from lightning_megatron.strategy.step.engine import StepEngine
 
@@ -73,9 +73,10 @@ class LogRouting(Replacement):
         self._of_hooks: HookLogs | None = None
         self._held_hooks: HeldHooks | None = None
         if is_divided and not engine.splits_itself:
+            measure = HooksThatMeasure(module, callbacks)
             if fits and reads_gradients(module, callbacks):
-                self._of_updates = HookLogs(mesh, device)
-            self._of_hooks = HookLogs(mesh, device)
+                self._of_updates = HookLogs(mesh, device, measure)
+            self._of_hooks = HookLogs(mesh, device, measure)
             self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self)
         self._replaced = Replacements()
         self._replaced.put(module, "log", self)
