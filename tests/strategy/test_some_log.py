@@ -13,6 +13,7 @@ import torchmetrics
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from lightning_megatron.strategy.lightning.hooks import logs_itself
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trainer_for
 from tests.strategy.loss_modules import BATCH, STEPS, Task, tokens
@@ -150,3 +151,24 @@ def test_metrics_that_two_of_four_replicas_call_are_named() -> None:
     found = run_trainers(ran, (1, 4), "OfMetric", {"micro_batch_size": "auto"}, devices=4, check=False, grace=20.0)
     said = r"the metric behind `highest` \(.*test_some_log.py:\d+\) was called by 2 of 4 replicas"
     assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error
+
+
+class Steps:
+    """Steps by what their code names."""
+
+    def logs(self, batch: Any, sizes: tuple[int, ...] = ()) -> None:
+        self.log("sum", batch.sum(() or None))  # type: ignore[attr-defined]
+
+    def logs_in_a_function(self, batch: Any) -> None:
+        def tell(name: str) -> None:
+            self.log(name, batch)  # type: ignore[attr-defined]
+
+        tell("sum")
+
+    def takes_logarithms(self, batch: Any) -> Any:
+        return torch.log(batch).reshape(()), batch.log()
+
+
+@pytest.mark.parametrize(("step", "logs"), [("logs", True), ("logs_in_a_function", True), ("takes_logarithms", False)])
+def test_code_that_logs_is_told_from_code_that_takes_logarithms(step: str, logs: bool) -> None:
+    assert logs_itself(Steps(), step) == logs

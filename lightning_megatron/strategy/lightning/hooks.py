@@ -133,11 +133,28 @@ def logs_itself(owner: Any, hook: str) -> bool:
 
 
 def _logs_by_first(code: types.CodeType) -> bool:
-    """Whether code uses ``log`` of its first argument, which ``torch.log`` is not."""
+    """Whether code, or that of functions in it, uses ``log`` of its first argument, which ``torch.log`` is not."""
+    return any(_asks_for_log(each, code.co_varnames[:1]) for each in _nested(code))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from _nested(value)
+
+
+def _asks_for_log(code: types.CodeType, owners: tuple[str, ...]) -> bool:
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    owners = [before[-1] if isinstance(before, tuple) else before for _, before in steps]
     loads = [name in ("LOAD_ATTR", "LOAD_METHOD") and value in ("log", "log_dict") for name, value in steps]
-    return any(asks and owner in code.co_varnames[:1] for owner, asks in zip(owners, loads[1:], strict=False))
+    return any(asks and _last_loaded(*step) in owners for step, asks in zip(steps, loads[1:], strict=False))
+
+
+def _last_loaded(name: str, value: Any) -> Any:
+    """The variable that an instruction loads, the second one of those that load two; ``None`` for others."""
+    if not name.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return None
+    return value[-1] if isinstance(value, tuple) else value
 
 
 def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
