@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import lightning.pytorch as pl
@@ -50,12 +50,19 @@ class Preemption:
         trainer: is about to fit.
         device: of the message that the ranks agree by.
         wants_batch: is told the kind of loop, the number of the next batch and how many there are.
+        naming_failures: around a message that fails where another rank has failed.
     """
 
-    def __init__(self, trainer: pl.Trainer, device: torch.device, wants_batch: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        device: torch.device,
+        wants_batch: Callable[..., None],
+        naming_failures: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._trainer = trainer
         self._device = device
-        self._wants_batch = wants_batch
+        self._wants_batch, self._naming_failures = wants_batch, naming_failures
         self._replaced = Replacements()
         self._stop = False
         self._interrupted_at: float | None = None
@@ -130,7 +137,8 @@ class Preemption:
             return
         interrupted = self._interrupted_at is not None
         notes = torch.tensor([int(self._stop), int(self._requeue), int(interrupted)], device=self._device)
-        stop, requeue, interrupt = world_maximum(notes).tolist()
+        with self._naming_failures():
+            stop, requeue, interrupt = world_maximum(notes).tolist()
         if requeue:
             self._requeue = False
             if self._requeue_now is not None:
@@ -184,8 +192,13 @@ def _say(message: str) -> None:
     print(f"\n{message}", file=sys.stderr, flush=True)
 
 
-def listen(trainer: pl.Trainer, device: torch.device, wants_batch: Callable[..., None]) -> Preemption:
+def listen(
+    trainer: pl.Trainer,
+    device: torch.device,
+    wants_batch: Callable[..., None],
+    naming_failures: Callable[[], AbstractContextManager[None]],
+) -> Preemption:
     """Install a :class:`Preemption` for this fit; arguments as there."""
-    preemption = Preemption(trainer, device, wants_batch)
+    preemption = Preemption(trainer, device, wants_batch, naming_failures)
     preemption.install()
     return preemption

@@ -107,7 +107,8 @@ class Saving:
             self._resumption.begin()
         note_what_is_read_ahead(self._trainer)
         if self._mesh.layout.world_size > 1:
-            self._preemption = listen(self._trainer, self._processes.device, self._processes.wants_batch)
+            ranks = self._processes
+            self._preemption = listen(self._trainer, ranks.device, ranks.wants_batch, ranks.naming_failures)
 
     def close(self) -> None:
         """Stop listening to signals, and give the choice of samplers back to Lightning."""
