@@ -96,11 +96,53 @@ class OfMetric(OfReplicas):
         return each.mean()
 
 
+class InHook(OfReplicas):
+    """Logs by the sources of a batch in a hook, from what the step has just made."""
+
+    def step(self, batch: Any, prefix: str) -> Tensor:
+        x, y, source = batch
+        self.found = source.unique().tolist()
+        return self.each(x, y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for number in self.found:
+            self.log(f"of/{number}", 1.0)
+
+
+class AtTheEnd(OfReplicas):
+    """Keeps losses by source, and logs those of each at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, list[Tensor]] = {}
+
+    def step(self, batch: Any, prefix: str) -> Tensor:
+        x, y, source = batch
+        loss = self.each(x, y)
+        for number in source.unique().tolist():
+            self.kept.setdefault(number, []).append(loss.detach())
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        for number, losses in self.kept.items():
+            self.log(f"of/{number}", torch.stack(losses).mean())
+        self.kept.clear()
+
+
+class OnEveryRank(InHook):
+    """Logs the same keys everywhere, in a loop."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for number in range(2):
+            self.log(f"of/{number}", 1.0)
+
+
 class Unsaid(OfReplicas):
     """May mean over some samples of those that log."""
 
 
-MODULES: dict[str, type[Sources]] = {kind.__name__: kind for kind in (Sources, OfReplicas, OnlyOne, OfMetric, Unsaid)}
+KINDS = (Sources, OfReplicas, OnlyOne, OfMetric, InHook, AtTheEnd, OnEveryRank, Unsaid)
+MODULES: dict[str, type[Sources]] = {kind.__name__: kind for kind in KINDS}
 
 
 def ran(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -172,3 +214,26 @@ class Steps:
 @pytest.mark.parametrize(("step", "logs"), [("logs", True), ("logs_in_a_function", True), ("takes_logarithms", False)])
 def test_code_that_logs_is_told_from_code_that_takes_logarithms(step: str, logs: bool) -> None:
     assert logs_itself(Steps(), step) == logs
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "arguments", "keys"),
+    [
+        ("InHook", (1, 2), {"micro_batch_size": "auto"}, "`on_train_batch_end` logs `of/0`, `of/1` on some of the 2"),
+        pytest.param("InHook", (2, 2), {}, "`on_train_batch_end` logs `of/0`, `of/1` on some of the 2", marks=WIDE),
+        pytest.param("AtTheEnd", (1, 2), {"micro_batch_size": "auto"}, "`on_validation_epoch_end` logs", marks=WIDE),
+    ],
+    ids=str,
+)
+def test_keys_that_hooks_log_on_some_replicas_only_are_refused_on_all_ranks(
+    name: str, layout: Layout, arguments: Mapping[str, Any], keys: str
+) -> None:
+    ranks = layout[0] * layout[1]
+    for outcome in run_trainers(ran, layout, name, arguments, devices=ranks, check=False, grace=20.0):
+        assert keys in f"{outcome.error}", outcome.error
+
+
+@pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=WIDE)], ids=str)
+def test_a_loop_over_the_same_keys_logs_them(layout: Layout) -> None:
+    for outcome in run_trainers(ran, layout, "OnEveryRank", {}, devices=layout[0] * layout[1]):
+        assert outcome.value["of/0"] == outcome.value["of/1"] == 1.0

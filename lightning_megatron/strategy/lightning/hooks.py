@@ -36,6 +36,7 @@ _AT_THE_START = ("on_fit_start", "on_train_start", "on_sanity_check_start", "on_
 _READ = ("grad", "update_and_allocate")  # the latter is peft's, and reads `.grad`
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 def reads_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
@@ -130,6 +131,12 @@ def may_log(owner: Any, hook: str) -> bool:
 def logs_itself(owner: Any, hook: str) -> bool:
     """Whether ``self.log`` stands in the code of a hook or step, or in what it names: see :func:`functions_of`."""
     return any(_logs_by_first(function.__code__) for function in functions_of(owner, hook))
+
+
+def may_branch(owner: Any, hook: str) -> bool:
+    """Whether the code of a hook, or what it names, has a condition or a loop."""
+    codes = (each for function in functions_of(owner, hook) for each in _nested(function.__code__))
+    return any(step.opcode in _JUMPS for code in codes for step in dis.get_instructions(code))
 
 
 def _logs_by_first(code: types.CodeType) -> bool:

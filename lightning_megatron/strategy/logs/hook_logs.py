@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -33,7 +34,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.strategy.carried.step_stores import CLOCKS
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_log, names_used
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, may_branch, may_log, names_used
 from lightning_megatron.strategy.lightning.trainer_access import hook_of, in_hook
 from lightning_megatron.strategy.logs.step_logs import LOG_SIGNATURE
 
@@ -49,6 +50,7 @@ _HOOKS = (
 )
 
 
+_OF_ALL_REPLICAS = tuple(hook for hook in _HOOKS if "batch" not in hook or "train" in hook)
 _MEASURES = CLOCKS | {"max_memory_allocated", "memory_allocated", "memory_reserved", "mem_get_info", "memory_info"}
 _MEASURES |= {"virtual_memory", "cpu_percent", "getrusage", "getpid", "global_rank", "local_rank"}
 
@@ -230,6 +232,61 @@ def _put_totals_together(entries: list[HookLog], differing: set[tuple[str, str]]
         part = f"grad_{match.group(1)}_norm"
         norms = [e.value for e in entries if e.hook == entry.hook and e is not entry and part in e.options["name"]]
         entry.value = _norm(norms, match)
+
+
+class KeysOfReplicas:
+    """Refuses hooks that log a key on some replicas only: its mean would wait for the others, or take another key's.
+
+    What each has logged is compared after hooks whose code logs, and has a loop or a condition. Batches of evaluation
+    are left alone, as replicas may have unlike numbers of them.
+
+    Args:
+        module: the user's module.
+        callbacks: of the Trainer.
+        group: the replicas.
+    """
+
+    def __init__(self, module: pl.LightningModule, callbacks: Iterable[Callback], group: dist.ProcessGroup) -> None:
+        self._group, self._logged = group, list[str]()
+        self._replaced = Replacements()
+        others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
+        for owner, parent in ((module, None), *others):
+            for hook in _OF_ALL_REPLICAS:
+                if is_overridden(hook, owner, parent=parent) and may_log(owner, hook) and may_branch(owner, hook):
+                    self._replaced.call(owner, hook, self._comparing(getattr(owner, hook), hook))
+
+    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note a call of ``self.log``, whose value is put together over the replicas."""
+        if not kwargs.get("rank_zero_only"):
+            self._logged.append(str(args[0] if args else kwargs.get("name")))
+
+    def _comparing(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            self._logged = []
+            result = hook(*args, **kwargs)
+            self._compare(name)
+            return result
+
+        return compared
+
+    def _compare(self, hook: str) -> None:
+        told = [each or [] for each in objects.gather(list(dict.fromkeys(self._logged)) or None, self._group)]
+        if all(each == told[0] for each in told):
+            return
+        everywhere = set(told[0]).intersection(*told[1:])
+        some = sorted({key for each in told for key in each} - everywhere)
+        listed = ", ".join(f"`{key}`" for key in some[:8])
+        what = f"logs {listed} on some of the {len(told)} replicas only" if some else "logs its keys in unlike orders"
+        raise RuntimeError(
+            f"`{hook}` {what}, where one process logs the values of all samples, and no replica knows what others "
+            "lack. Log the same keys on every replica (0 where there is nothing, or a torchmetrics object), gather "
+            "what they are made of (`self.all_gather`), log them in the step, or pass `rank_zero_only=True`."
+        )
+
+    def remove(self) -> None:
+        """Give the hooks back."""
+        self._replaced.take_back()
 
 
 class HeldHooks:

@@ -25,7 +25,7 @@ from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hooks import reads_gradients
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
-from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs, HooksThatMeasure
+from lightning_megatron.strategy.logs.hook_logs import HeldHooks, HookLogs, HooksThatMeasure, KeysOfReplicas
 from lightning_megatron.strategy.logs.metrics import MetricRouter
 from lightning_megatron.strategy.step.engine import StepEngine
 
@@ -78,6 +78,9 @@ class LogRouting(Replacement):
                 self._of_updates = HookLogs(mesh, device, measure)
             self._of_hooks = HookLogs(mesh, device, measure)
             self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self)
+        self._keys: KeysOfReplicas | None = None
+        if mesh.layout.data > 1:
+            self._keys = KeysOfReplicas(module, callbacks, mesh.group("data_parallel"))
         self._replaced = Replacements()
         self._replaced.put(module, "log", self)
 
@@ -88,6 +91,8 @@ class LogRouting(Replacement):
         if recorder is not None and not in_hook:
             recorder.log(*args, **kwargs)
         elif not any(logs.take(self._module, args, kwargs) for logs in (self._of_updates, self._of_hooks) if logs):
+            if self._keys is not None:
+                self._keys.note(args, kwargs)
             log_everywhere(self._module, self._replicas, args, kwargs, self.is_whole)
 
     @contextmanager
@@ -106,8 +111,9 @@ class LogRouting(Replacement):
 
     def release(self) -> None:
         """Give the module its ``log``, metrics and hooks back."""
-        if self._held_hooks is not None:
-            self._held_hooks.remove()
+        for hooks in (self._keys, self._held_hooks):
+            if hooks is not None:
+                hooks.remove()
         if self._metrics is not None:
             self._metrics.detach()
         self._replaced.take_back()

@@ -283,7 +283,7 @@ class OncePerBatch:
         elif isinstance(value, State):
             set_state(original, value)
         elif isinstance(value, LISTS):
-            holder = now if isinstance(now, LISTS) else original
+            holder = now if isinstance(now, LISTS) else original if isinstance(original, LISTS) else type(value)()
             refill(holder, value)
             slot.values[slot.key] = holder
         elif isinstance(original, Tensor) and now is slot.stand and isinstance(value, Tensor):
