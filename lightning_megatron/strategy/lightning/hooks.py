@@ -145,6 +145,7 @@ def _logs_by_first(code: types.CodeType) -> bool:
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
@@ -286,10 +287,8 @@ def _is_foreign(thing: Any) -> bool:
 
 def names_in(code: types.CodeType) -> Iterator[str]:
     """Names that a code uses, functions inside of it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+    for each in _nested(code):
+        yield from each.co_names
 
 
 def _keywords(code: types.CodeType) -> Iterator[Any]:

@@ -234,6 +234,17 @@ def _put_totals_together(entries: list[HookLog], differing: set[tuple[str, str]]
         entry.value = _norm(norms, match)
 
 
+def _that_log(module: pl.LightningModule, callbacks: Iterable[Callback]) -> list[tuple[Any, str]]:
+    """Hooks of a module and of callbacks whose code may log, with their owners."""
+    others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
+    return [
+        (owner, hook)
+        for owner, parent in ((module, None), *others)
+        for hook in _HOOKS
+        if is_overridden(hook, owner, parent=parent) and may_log(owner, hook)
+    ]
+
+
 class KeysOfReplicas:
     """Refuses hooks that log a key on some replicas only: its mean would wait for the others, or take another key's.
 
@@ -249,11 +260,9 @@ class KeysOfReplicas:
     def __init__(self, module: pl.LightningModule, callbacks: Iterable[Callback], group: dist.ProcessGroup) -> None:
         self._group, self._logged = group, list[str]()
         self._replaced = Replacements()
-        others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
-        for owner, parent in ((module, None), *others):
-            for hook in _OF_ALL_REPLICAS:
-                if is_overridden(hook, owner, parent=parent) and may_log(owner, hook) and may_branch(owner, hook):
-                    self._replaced.call(owner, hook, self._comparing(getattr(owner, hook), hook))
+        for owner, hook in _that_log(module, callbacks):
+            if hook in _OF_ALL_REPLICAS and may_branch(owner, hook):
+                self._replaced.call(owner, hook, self._comparing(getattr(owner, hook), hook))
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note a call of ``self.log``, whose value is put together over the replicas."""
@@ -307,11 +316,8 @@ class HeldHooks:
     ) -> None:
         self._module, self._logs, self._log = module, logs, log
         self._replaced = Replacements()
-        others = ((callback, Callback) for callback in foreign_callbacks(callbacks))
-        for owner, parent in ((module, None), *others):
-            for hook in _HOOKS:
-                if is_overridden(hook, owner, parent=parent) and may_log(owner, hook):
-                    self._replaced.call(owner, hook, self._holding(getattr(owner, hook)))
+        for owner, hook in _that_log(module, callbacks):
+            self._replaced.call(owner, hook, self._holding(getattr(owner, hook)))
 
     def _holding(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)

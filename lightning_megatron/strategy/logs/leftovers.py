@@ -31,7 +31,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
 from lightning_megatron.strategy.logs.shared_buffers import SharedBuffers
 from lightning_megatron.strategy.logs.written_beside import WrittenBeside
-from lightning_megatron.strategy.loss.tables import appended_names, tables_of_optimizers
+from lightning_megatron.strategy.loss.tables import PerClass, appended_names, tables_of_optimizers
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONSTANT = frozenset(_PLAIN)
@@ -40,16 +40,13 @@ _DEPTH = 4
 _SMALL = 1 << 16  # bytes of an array
 
 
-class _Kinds(dict[type, bool | None]):
-    """Whether values of a class are followed, asked once per class; ``None`` where it depends on the value."""
-
-    def __missing__(self, kind: type) -> bool | None:
-        depends = issubclass(kind, _CONTAINERS) or kind.__module__ == "numpy"
-        self[kind] = issubclass(kind, (*_PLAIN, Tensor)) or (None if depends else False)
-        return self[kind]
+def _follows(kind: type) -> bool | None:
+    """Whether values of a class are followed; ``None`` where it depends on the value."""
+    depends = issubclass(kind, _CONTAINERS) or kind.__module__ == "numpy"
+    return issubclass(kind, (*_PLAIN, Tensor)) or (None if depends else False)
 
 
-_KINDS = _Kinds()
+_KINDS: PerClass[bool | None] = PerClass(_follows)
 
 
 class _Look:

@@ -24,7 +24,15 @@ from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, is_equal, refill
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
-from lightning_megatron.strategy.loss.tables import NOT_USERS, NUMBERS, Table, appended_names, found_again, spelled
+from lightning_megatron.strategy.loss.tables import (
+    NOT_USERS,
+    NUMBERS,
+    PerClass,
+    Table,
+    appended_names,
+    found_again,
+    spelled,
+)
 from lightning_megatron.strategy.loss.traces import as_it_is
 from lightning_megatron.strategy.loss.written import are_unlike, merged, tail_of, total
 
@@ -33,15 +41,7 @@ _LOSS = "loss"  # a mean, weighed as the losses
 _SHORT = 64  # entries of a list that are compared one by one
 
 
-class _Watched(dict[type, bool]):
-    """Whether values of a class are watched, asked once per class."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, (*NUMBERS, Tensor)) or kind is list
-        return self[kind]
-
-
-_WATCHED = _Watched()
+_WATCHED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (*NUMBERS, Tensor)) or kind is list)
 
 
 @dataclass

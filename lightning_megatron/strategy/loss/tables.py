@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
@@ -28,19 +28,27 @@ from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.lightning.trainer_access import optimizers_and_schedulers
 
+Answer = TypeVar("Answer")
 Name = tuple[str, Any]
 """Of a table, dots between its parts, and a key in it; ``None`` for what a list holds."""
 
 
-class _Schedules(dict[type, bool]):
-    """Whether objects of a class are schedulers, asked once per class."""
+class PerClass(dict[type, Answer]):
+    """What a question about objects of a class has for an answer, asked once per class.
 
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, LRScheduler)
+    Args:
+        ask: the question.
+    """
+
+    def __init__(self, ask: Callable[[type], Answer]) -> None:
+        self._ask = ask
+
+    def __missing__(self, kind: type) -> Answer:
+        self[kind] = self._ask(kind)
         return self[kind]
 
 
-_SCHEDULES = _Schedules()
+_SCHEDULES: PerClass[bool] = PerClass(lambda kind: issubclass(kind, LRScheduler))
 NUMBERS = (bool, int, float, complex, str)
 _LEAVES = frozenset((*NUMBERS, type(None), Tensor, list))
 _LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
