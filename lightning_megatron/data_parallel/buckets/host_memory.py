@@ -1,6 +1,6 @@
 """Memory of the host for weights and state: in RAM, pinned where a device copies it faster then, or in files.
 
-Files have no name once they are mapped: a process that is killed leaves none behind, and a run goes on from its
+Files have no name: a process that is killed at any time leaves none behind, and a run goes on from its
 checkpoint, which holds the state as ever. Their space is taken when they are made, so that a full disk is an error
 with a message, and not a signal in the middle of a step.
 """
@@ -8,7 +8,7 @@ with a message, and not a signal in the middle of a step.
 from __future__ import annotations
 
 import os
-import uuid
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -68,15 +68,11 @@ class HostMemory:
         return torch.empty(elements, dtype=dtype)
 
     def _mapped(self, folder: Path, elements: int, dtype: torch.dtype) -> Tensor:
-        path, size = folder / f"offload-{uuid.uuid4().hex}", elements * dtype.itemsize
+        size = elements * dtype.itemsize
         try:
-            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                os.posix_fallocate(file, 0, size)
-                return torch.from_file(str(path), shared=True, size=elements, dtype=dtype)
-            finally:
-                os.close(file)
-                os.unlink(path)
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # without a name: gone with the process
+                os.posix_fallocate(file.fileno(), 0, size)
+                return torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=elements, dtype=dtype)
         except OSError as error:
             raise RuntimeError(
                 f"`optimizer_offload` finds no room for {size / GIB:.3g} GiB in {folder}, after "
@@ -88,9 +84,8 @@ def check_folder(folder: Path) -> str | None:
     """Create a folder for files; returns what is wrong with it, or ``None``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f"offload-{uuid.uuid4().hex}"
-        trial.touch(exist_ok=False)
-        trial.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         return f"{folder} cannot be written to: {error.strerror}"
     return None

@@ -34,7 +34,8 @@ def begun_by(func: Any, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         output: what it gave.
     """
     switched = args[0] if func in SWITCHES else None
-    tensor = output if kwargs.get("requires_grad") is True else switched
+    makes = kwargs.get("requires_grad") is True and kwargs.get("out") is None
+    tensor = output if makes else switched
     return tensor if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad else None
 
 
