@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trained_state
+from tests.parity.zoo.blocks import HIDDEN
 from tests.parity.zoo.data import BATCH, VOCABULARY
 from tests.parity.zoo.tasks import TokenTask
 from tests.strategy.writing_scenarios import Net
@@ -76,6 +78,59 @@ class Combined(TokenTask):
                 losses.append(functional.cross_entropy(logits, tokens.roll(-1, 1).flatten()))
         self.log("both", losses[-1])
         return torch.stack(losses).sum()
+
+
+class Convolution(nn.Module):
+    """Adds to each node what its neighbours give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return x + torch.zeros_like(x).index_add(0, edges[1], torch.tanh(self.weight(x))[edges[0]])
+
+
+class Graphs(LightningModule):
+    """Takes batches of graphs, joined into one whose edges are pairs of its nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.layers = nn.ModuleList([Convolution() for _ in range(4)])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        draw = torch.Generator().manual_seed(3)
+        sizes = [4, 3, 6, 5, 4, 7]
+        rows = [(torch.randn(n, 3, generator=draw), torch.randint(0, n, (2, 2 * n), generator=draw)) for n in sizes]
+        return DataLoader(rows, batch_size=2, collate_fn=self._joined)  # type: ignore[arg-type]
+
+    def _joined(self, graphs: Any) -> dict[str, Tensor]:
+        (one, edges), (other, others) = graphs
+        belongs = torch.arange(2).repeat_interleave(torch.tensor([len(one), len(other)]))
+        return {
+            "x": torch.cat([one, other]).double(),
+            "edges": torch.cat([edges, others + len(one)], 1),
+            "graph": belongs,
+            "goal": torch.stack([one.mean(), other.mean()]).double(),
+        }
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The error of what is read off the graphs."""
+        x = self.embed(batch["x"])
+        for layer in self.layers:
+            x = layer(x, batch["edges"])
+        sums = torch.zeros(2, HIDDEN).to(x).index_add(0, batch["graph"], x)
+        return functional.mse_loss(self.head(sums)[:, 0], batch["goal"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def graphs(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains on graphs; the whole state."""
+    torch.manual_seed(7)
+    return trained_state(info, layout, arguments, Graphs().double(), max_epochs=1)
 
 
 def combined(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, Any]:

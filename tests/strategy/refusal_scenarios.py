@@ -134,6 +134,21 @@ class InputGradient(TokenTask):
         return loss if gradient is None else loss + gradient.square().sum()
 
 
+class GradientInValidation(TokenTask):
+    """Takes the gradient of its loss with respect to what goes into the layers, in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            first = x = self.net.token_embedding(batch[0]).detach().requires_grad_()
+            for layer in self.net.layers:
+                x = layer(x)
+            loss = self.net.final_norm(x).square().mean()
+            torch.autograd.grad(loss, first, allow_unused=True)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
 class OwnBackward(TokenTask):
     """Runs a backward in its step."""
 
@@ -294,6 +309,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "shared": lambda: TokenTask(SharedLayer()),
     "short": lambda: TokenTask(LearnedPositions(layers=2)),
     "input_gradient": lambda: _input_gradient(late=False),
+    "validation_gradient": lambda: GradientInValidation(LearnedPositions()),
     "own_backward": lambda: OwnBackward(LearnedPositions()),
     "late_number": lambda: LateNumber(LearnedPositions()),
     "large_kept": lambda: Keeping("output"),

@@ -40,6 +40,15 @@ def test_batches_of_two_loaders_of_unlike_length_run_whole(stages: int) -> None:
     assert "Such batches run whole" in outcomes[0].output
 
 
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.wide)])
+def test_a_graph_whose_edges_point_at_all_of_its_nodes_runs_whole(stages: int) -> None:
+    (plain,) = run_trainers(cuts.graphs, None, {}, devices=1)
+    outcomes = run_trainers(cuts.graphs, (stages, 1), {"micro_batch_size": 2}, devices=stages)
+    found = list(differences("", outcomes[0].value, plain.value, 1e-9))
+    assert not found, "\n".join(found[:10])
+    assert "that may point at samples, as the edges of a graph do" in outcomes[0].output
+
+
 def test_what_a_batch_counts_by_may_be_missing_in_another() -> None:
     labels, counted = torch.tensor([[1, -100], [2, 3]]), Counted(1, False, -100)
     assert counted.tells({"first": labels, "second": labels}) and not counted.tells({"first": labels})

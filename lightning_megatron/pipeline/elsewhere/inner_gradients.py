@@ -64,10 +64,11 @@ def check_inner_gradient(
     if func is not torch.autograd.grad or not received:
         return
     outputs, inputs = _tensors(args, kwargs, 0, "outputs"), _tensors(args, kwargs, 1, "inputs")
-    if not any(_begins_elsewhere(output, received) for output in outputs):
-        return
+    elsewhere = any(_begins_elsewhere(output, received) for output in outputs)
     for tensor in inputs:
-        if not own(id(tensor)) and not _begins_elsewhere(tensor, received):
+        if own(id(tensor)) or _begins_elsewhere(tensor, received):
+            continue
+        if elsewhere or not _reach(outputs, tensor):  # in evaluation no graph begins at what was received
             raise RuntimeError(
                 "the step takes a gradient (`torch.autograd.grad`) with respect to a tensor of shape "
                 f"{tuple(tensor.shape)} from before the layers, but the layers between are on other pipeline stages. "
@@ -78,6 +79,14 @@ def check_inner_gradient(
 def _tensors(args: Any, kwargs: Any, place: int, name: str) -> list[Tensor]:
     value = args[place] if len(args) > place else kwargs.get(name, ())
     return [value] if isinstance(value, Tensor) else [item for item in value if isinstance(item, Tensor)]
+
+
+def _reach(outputs: Sequence[Tensor], tensor: Tensor) -> bool:
+    """Whether outputs were computed from a tensor, by their graph."""
+    if any(output is tensor for output in outputs):
+        return True
+    nodes = list(graph_behind([output.grad_fn for output in outputs]))
+    return any(node is tensor.grad_fn or getattr(node, "variable", None) is tensor for node in nodes)
 
 
 def _begins_elsewhere(tensor: Tensor, received: Sequence[Tensor]) -> bool:

@@ -21,6 +21,7 @@ from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.all_samples import AllSamples
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
+from lightning_megatron.strategy.data.pointing import PointingBatches, has_numbers_beside
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.generation.repeats import Repeats
@@ -87,7 +88,7 @@ class Cuts:
         self._context, self._options, self._stages = context, context.options, context.stages
         self._layout = context.mesh.layout
         self._uncut: dict[int, int] = {}
-        self._said_unlike = False
+        self._said_unlike, self._pointing = False, PointingBatches()
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
         self._says_weight = self._options.loss_weight is not None
@@ -121,17 +122,20 @@ class Cuts:
         """The micro-batches of ``micro_batch_size=``; the batch, where the user has said that it stays whole."""
         if self._options.whole_batch_loss is True and not self._stages.may_run_around:
             return [batch]
+        self._look_at_loaders(batch)
         return self.split(batch, self._options.micro_batch_size, alike=True)
 
     def stays_whole(self, batch: Any) -> bool:
         """Whether a batch that one stage runs is not cut, on all replicas alike. Collective over them."""
         size = self._options.micro_batch_size
-        return self._some_stay_whole(size == "auto" or batch_size_of(batch) <= int(size))
+        self._look_at_loaders(batch)
+        whole = size == "auto" or batch_size_of(batch) <= int(size) or self._pointing.includes(batch, int(size))
+        return self._some_stay_whole(whole)
 
     def _some_stay_whole(self, whole: bool) -> bool:
-        """Whether the batch stays whole here, or on a replica that has fewer samples."""
-        self._look_at_loaders()
-        cuts = self._unlike and (self._layout.pipeline > 1 or self._options.micro_batch_size != "auto")
+        """Whether the batch stays whole here, or on a replica that has fewer samples, or others."""
+        differ = self._unlike or (self._layout.data > 1 and self._pointing.may_come)
+        cuts = differ and (self._layout.pipeline > 1 or self._options.micro_batch_size != "auto")
         return any(objects.gather(whole, self._context.mesh.group("data_parallel"))) if cuts else whole
 
     def split(self, batch: Any, chosen: int | str, *, alike: bool = False) -> list[Any]:
@@ -140,7 +144,8 @@ class Cuts:
         Args:
             batch: the whole.
             chosen: samples of a micro-batch, or "auto".
-            alike: whether a batch stays whole of which other tensors would be cut than of the first.
+            alike: whether a batch stays whole of which other tensors would be cut than of the first, or that points
+                at its own samples.
         """
         size = batch_size_of(batch)
         part = auto_micro_batch_size(size, self._layout.pipeline) if chosen == "auto" else int(chosen)
@@ -152,7 +157,7 @@ class Cuts:
                     "round, as where combined loaders end with batches of different sizes. Such batches run whole."
                 )
             return [batch]
-        return split_batch(batch, part)
+        return [batch] if alike and self._pointing.includes(batch, part) else split_batch(batch, part)
 
     def choose(self, call: Callable[[Any], Any], batch: Any, split: list[Any], *, first: bool) -> tuple[list[Any], Cut]:
         """The micro-batches in which a batch runs, and what they count; tries the step where need be.
@@ -242,16 +247,21 @@ class Cuts:
         if self._unlike_writes is not None:
             self._unlike_writes.finish()
 
-    def _look_at_loaders(self) -> None:
-        """Find out whether replicas may have unlike numbers of samples; collective where there are new loaders."""
+    def _look_at_loaders(self, batch: Any) -> None:
+        """Find out whether replicas may have unlike numbers of samples, and batches that point at their samples;
+        collective where there are new loaders.
+        """
         module = self._context.module
         if self._layout.data == 1:
+            self._pointing.may_come = True
             return
         combined, _ = fetched_loaders(module.trainer)
         if combined is self._loaders:
             return
         self._loaders = combined
-        self._unlike = not all(objects.gather(deals_equally(module), self._context.mesh.group("world")))
+        mine = deals_equally(module), has_numbers_beside(batch)
+        told = objects.gather(mine, self._context.mesh.group("world"))
+        self._unlike, self._pointing.may_come = not all(deals for deals, _ in told), any(beside for _, beside in told)
         self.weighs = self._says_weight or (self._unlike and self._options.whole_batch_loss is not False)
 
     def asks(self, parts: Sequence[Any]) -> Asks | None:
