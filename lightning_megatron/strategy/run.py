@@ -96,6 +96,7 @@ class Run:
         self._trainer, self._processes, self._precision, self._options = trainer, processes, precision, options
         self._fits = trainer.state.fn == TrainerFn.FITTING
         self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
+        self._known: frozenset[Tensor] = earlier._known if earlier is not None and not self._fits else frozenset()
         self._replay = LogReplay()
         self.engine.recording.hand_on = functools.partial(self._replay, self.module)
         self._reduces = True
@@ -184,9 +185,11 @@ class Run:
         self.saving.localize(optimizers)
 
     def check_prepared(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that :meth:`prepare_updates` has not been told of, and whose step needs that."""
+        """Refuse optimizers and parameters that :meth:`prepare_updates` has not seen, where it would have had to."""
         with self._processes.naming_failures():
             run_checks.check_prepared(optimizer, self.engine.model_gradients)
+            if self._known:
+                run_checks.check_registered(optimizer, self.module, self._known)
 
     def prepare_updates(self, optimizers: Sequence[Optimizer]) -> None:
         """Lay out the gradients for these optimizers, before the first step of a fit."""
@@ -194,6 +197,11 @@ class Run:
         self._guard = prepare_updates(
             self.assembled, optimizers, self._trainer, self._processes, self._options.nonfinite, scale
         )
+        gradients = self.engine.model_gradients
+        if gradients.buckets is not None or gradients.local is not None:
+            self._known = frozenset(self.module.parameters())
+            for optimizer in optimizers:
+                self.check_prepared(optimizer)
         begin_averages(self._trainer, self.saving.weights, self._processes.device, self._on_parts)
 
     def continue_loader(self, loader: object) -> object:

@@ -282,6 +282,35 @@ class Rebuilds(TokenTask):
             nn.init.constant_(net.final_norm.weight, 0.5)
 
 
+class Renews(TokenTask):
+    """Trains what the module did not have, or had under another name, when the fit began.
+
+    Args:
+        what: a new norm before the second batch ("added"), a number that no module registers ("listed"), or another
+            module's norm in the place of the first one ("renamed").
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(LearnedPositions())
+        self.what, self.scale = what, [nn.Parameter(torch.ones((), dtype=torch.float64))]
+        if what == "renamed":
+            self.second = nn.LayerNorm(HIDDEN, dtype=torch.float64)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *(self.scale if self.what == "listed" else ())], lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.what == "added":
+            self.net.final_norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.final_norm.parameters())})
+        elif batch_idx == 1 and self.what == "renamed":
+            self.net.final_norm = self.second
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss * self.scale[0] if self.what == "listed" else loss
+
+
 def _input_gradient(late: bool) -> InputGradient:
     network = LearnedPositions()
     network.head = nn.Linear(HIDDEN, VOCABULARY)
@@ -317,6 +346,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "now_and_then": lambda: NowAndThen(LearnedPositions()),
     "plain": lambda: TokenTask(LearnedPositions()),
     **{f"loads_{where}": partial(Loads, where) for where in ("unfrozen", "step", "late")},
+    **{what: partial(Renews, what) for what in ("added", "listed", "renamed")},
     **{f"rebuilt_{what}": partial(Rebuilds, what) for what in ("layers", "layer", "compiled", "compiles", "linear")},
 }
 

@@ -110,6 +110,32 @@ def test_a_module_that_a_hook_puts_into_a_divided_one_is_refused(what: str, tens
     _refused(run_trainers(refusals.fit, layout, arguments, f"rebuilt_{what}", **options), *wanted)
 
 
+_GRIDS: list[tuple[tuple[int, int], dict[str, int]]] = [
+    ((2, 1), {}),
+    ((1, 2), {}),
+    ((1, 1), {"tensor_parallel_size": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "grid", "wanted"),
+    [
+        *(
+            pytest.param(what, grid, wanted, marks=WIDE if grid != at else ())
+            for what, at, wanted in (
+                ("added", 1, ["SGD was given `net.final_norm.weight` of shape (12,)", "no rank would put together"]),
+                ("listed", 0, ["SGD has 1 parameters (the first of shape ())", "Keep them in `nn.ParameterList`"]),
+            )
+            for grid in range(3)
+        ),
+        pytest.param("renamed", 0, ["`net.final_norm` is given `second` in a hook", ONE_STAGE]),
+    ],
+)
+def test_parameters_that_no_rank_knows_are_not_left_untrained(what: str, grid: int, wanted: list[str]) -> None:
+    options: dict[str, Any] = {"devices": 2, "check": False, "grace": 20, "deadline": 60}
+    _refused(run_trainers(refusals.fit, *_GRIDS[grid], what, **options), *wanted)
+
+
 def test_a_part_behind_the_layers_that_a_hook_builds_anew_trains_as_in_one_process() -> None:
     plain = run_trainers(refusals.rebuilt, None, devices=1)[0].value
     for outcome in run_trainers(refusals.rebuilt, (2, 1), devices=2):

@@ -71,6 +71,7 @@ class LateModules:
         self._kinds = tuple(kind for kind in kinds if lies_in(kind.__module__, "lightning_megatron"))
         self._compiled = {child for child in self._names if child._compiled_call_impl is not None}
         self._replaced: list[str] = []
+        self._in_step = False
         look: Callable[..., None] | None = self._look if wanted else None
         self._handle = look and register_module_module_registration_hook(look)  # type: ignore[no-untyped-call]
 
@@ -97,10 +98,17 @@ class LateModules:
             )
         if name in self._split:
             self._replaced.append(name)
+        if self._stages > 1 and not self._in_step and before is not None and self._names.get(child, name) != name:
+            raise RuntimeError(
+                f"`{name}` is given `{self._names[child]}` in a hook, but the stages of a pipeline know by name which "
+                "of them has what. Choose between them in the step (`head = self.second if self.late else self.first`),"
+                " copy the numbers (`load_state_dict`), or use `pipeline_parallel_size=1`."
+            )
 
     @contextmanager
     def explaining(self) -> Generator[None, None, None]:
         """Around a step: its errors say which split modules were replaced before, and what was compiled."""
+        self._in_step = True
         try:
             yield
         except Exception as error:
@@ -118,6 +126,8 @@ class LateModules:
                     "`tensor_parallel_size=1`."
                 )
             raise
+        finally:
+            self._in_step = False
 
     def close(self) -> None:
         """Look no longer."""

@@ -6,7 +6,7 @@ meant are refused earlier, where it is made (:mod:`.checks`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.data import default_collate
@@ -190,6 +191,37 @@ def check_prepared(optimizer: Optimizer, gradients: ModelGradients) -> None:
             "replica. Change the `param_groups` of those that there are, return all of them from "
             "`configure_optimizers`, or pass `MegatronStrategy(optimizer_sharding=False)`."
         )
+
+
+def check_registered(optimizer: Optimizer, module: nn.Module, known: Set[Tensor]) -> None:
+    """Refuse parameters whose gradients nobody puts together: new ones, and those that the module does not register.
+
+    Args:
+        optimizer: about to step.
+        module: the user's module.
+        known: its parameters when the fit began.
+
+    Raises:
+        MisconfigurationException: with what to change.
+    """
+    if all(known.issuperset(group["params"]) for group in optimizer.param_groups):
+        return
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if added := [p for p in others if p in names]:
+        what = ", ".join(f"`{names[p]}` of shape {tuple(p.shape)}" for p in added[:3])
+        raise MisconfigurationException(
+            f"{type(optimizer).__name__} was given {what} after the fit had begun, when stages and replicas had shared "
+            "out the parameters that there were: no rank would put together the gradients of new ones. Make such "
+            "modules in `__init__` or `configure_model`, frozen (`requires_grad_(False)`) until they are used, or "
+            "before another `trainer.fit`."
+        )
+    raise MisconfigurationException(
+        f"{type(optimizer).__name__} has {len(others)} parameters (the first of shape {tuple(others[0].shape)}) that "
+        "are none of the module's, as those in a plain list or dict are: their gradients would not be put together, "
+        "nor would checkpoints hold them. Keep them in `nn.ParameterList`, `nn.ModuleList` or `nn.ModuleDict`, or as "
+        "attributes of the module."
+    )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], stages: int, replicas: int) -> None:
