@@ -6,7 +6,7 @@ meant are refused earlier, where it is made (:mod:`.checks`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -193,7 +193,7 @@ def check_prepared(optimizer: Optimizer, gradients: ModelGradients) -> None:
         )
 
 
-def check_registered(optimizer: Optimizer, module: nn.Module, known: Set[Tensor]) -> None:
+def check_registered(optimizer: Optimizer, module: nn.Module, known: frozenset[Tensor]) -> None:
     """Refuse parameters whose gradients nobody puts together: new ones, and those that the module does not register.
 
     Args:
