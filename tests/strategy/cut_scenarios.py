@@ -92,10 +92,15 @@ class Convolution(nn.Module):
 
 
 class Graphs(LightningModule):
-    """Takes batches of graphs, joined into one whose edges are pairs of its nodes."""
+    """Takes batches of graphs, joined into one whose edges are pairs of its nodes.
 
-    def __init__(self) -> None:
+    Args:
+        size: graphs of a batch.
+    """
+
+    def __init__(self, size: int) -> None:
         super().__init__()
+        self.size, self.returned = size, list[float]()
         self.embed, self.head = nn.Linear(3, HIDDEN), nn.Linear(HIDDEN, 1)
         self.layers = nn.ModuleList([Convolution() for _ in range(4)])
 
@@ -103,16 +108,18 @@ class Graphs(LightningModule):
         draw = torch.Generator().manual_seed(3)
         sizes = [4, 3, 6, 5, 4, 7]
         rows = [(torch.randn(n, 3, generator=draw), torch.randint(0, n, (2, 2 * n), generator=draw)) for n in sizes]
-        return DataLoader(rows, batch_size=2, collate_fn=self._joined)  # type: ignore[arg-type]
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        own = rows[options["rank"] :: options["num_replicas"]]
+        return DataLoader(own, batch_size=self.size, collate_fn=self._joined)  # type: ignore[arg-type]
 
     def _joined(self, graphs: Any) -> dict[str, Tensor]:
-        (one, edges), (other, others) = graphs
-        belongs = torch.arange(2).repeat_interleave(torch.tensor([len(one), len(other)]))
+        sizes = torch.tensor([len(nodes) for nodes, _ in graphs])
+        starts = (sizes.cumsum(0) - sizes).tolist()
         return {
-            "x": torch.cat([one, other]).double(),
-            "edges": torch.cat([edges, others + len(one)], 1),
-            "graph": belongs,
-            "goal": torch.stack([one.mean(), other.mean()]).double(),
+            "x": torch.cat([nodes for nodes, _ in graphs]).double(),
+            "edges": torch.cat([edges + start for (_, edges), start in zip(graphs, starts, strict=True)], 1),
+            "graph": torch.arange(len(graphs)).repeat_interleave(sizes),
+            "goal": torch.stack([nodes.mean() for nodes, _ in graphs]).double(),
         }
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -120,17 +127,21 @@ class Graphs(LightningModule):
         x = self.embed(batch["x"])
         for layer in self.layers:
             x = layer(x, batch["edges"])
-        sums = torch.zeros(2, HIDDEN).to(x).index_add(0, batch["graph"], x)
+        sums = torch.zeros(len(batch["goal"]), HIDDEN).to(x).index_add(0, batch["graph"], x)
         return functional.mse_loss(self.head(sums)[:, 0], batch["goal"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def graphs(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains on graphs; the whole state."""
+def graphs(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], size: int = 2) -> dict[str, Any]:
+    """Trains on graphs, ``size`` in a batch of each replica; the whole state, and what steps returned."""
     torch.manual_seed(7)
-    return trained_state(info, layout, arguments, Graphs().double(), max_epochs=1)
+    module = Graphs(size).double()
+    return {**trained_state(info, layout, arguments, module, max_epochs=1), "returned": module.returned}
 
 
 def combined(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,15 @@ def test_a_graph_whose_edges_point_at_all_of_its_nodes_runs_whole(stages: int) -
     assert "that may point at samples, as the edges of a graph do" in outcomes[0].output
 
 
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.wide), 1])
+def test_graphs_over_replicas_run_whole_and_are_averaged(stages: int) -> None:
+    (plain,) = run_trainers(cuts.graphs, None, {}, 4, devices=1)
+    arguments = {"micro_batch_size": 2, "whole_batch_loss": False}
+    outcomes = run_trainers(cuts.graphs, (stages, 2), arguments, 2, devices=2 * stages)
+    found = list(differences("", outcomes[0].value, plain.value, 1e-9))
+    assert not found, "\n".join(found[:10])
+
+
 def test_what_a_batch_counts_by_may_be_missing_in_another() -> None:
     labels, counted = torch.tensor([[1, -100], [2, 3]]), Counted(1, False, -100)
     assert counted.tells({"first": labels, "second": labels}) and not counted.tells({"first": labels})

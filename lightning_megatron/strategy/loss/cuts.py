@@ -129,8 +129,7 @@ class Cuts:
         """Whether a batch that one stage runs is not cut, on all replicas alike. Collective over them."""
         size = self._options.micro_batch_size
         self._look_at_loaders(batch)
-        whole = size == "auto" or batch_size_of(batch) <= int(size) or self._pointing.includes(batch, int(size))
-        return self._some_stay_whole(whole)
+        return self._some_stay_whole(size == "auto" or batch_size_of(batch) <= int(size))
 
     def _some_stay_whole(self, whole: bool) -> bool:
         """Whether the batch stays whole here, or on a replica that has fewer samples, or others."""
@@ -170,7 +169,8 @@ class Cuts:
         """
         mixing, counts = self.mixing, self.mixing.counts
         mixing.begin()
-        if self._layout.pipeline > 1 and self._some_stay_whole(len(split) == 1):
+        several = self._layout.pipeline > 1 or self._pointing.may_come
+        if several and self._some_stay_whole(len(split) == 1):
             split = [batch]
         with counts.aside():
             parts, cut = self._cut(call, batch, split)
