@@ -53,9 +53,9 @@ def has_numbers_beside(batch: Any) -> bool:
     """Whether a batch holds whole numbers that are not cut with its samples.
 
     Args:
-        batch: the user's.
+        batch: the user's; what a step gets that fetches its own batches holds none.
     """
-    return next(iter(_beside(batch, batch_size_of(batch))), None) is not None
+    return any(tensor.ndim for tensor in even_tensors(batch)) and bool(_beside(batch, batch_size_of(batch)))
 
 
 def _beside(batch: Any, size: int) -> list[Tensor]:
