@@ -101,7 +101,7 @@ class Around:
         self._roots: list[Any] = []
         self._taken: dict[int, Boundary] = {}
         self._left: dict[int, Boundary] = {}
-        self._gradients: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
 
     def run(
         self,
@@ -199,23 +199,26 @@ class Around:
         self._left = {}
         return run.output
 
-    def gradients(self, micro_batch: int) -> list[Tensor]:
-        """Gradients of the last layer's output for a micro-batch."""
+    def gradients(self, micro_batch: int) -> list[Tensor | None]:
+        """Gradients of the last layer's output for a micro-batch; ``None`` where the loss does not depend on it."""
         return self._gradients.pop(micro_batch)
 
     def take(self, micro_batch: int, received: Boundary) -> None:
         """Keep the gradients of the first layer's input; the last of them starts the backward of the code before."""
         self._taken[micro_batch] = received
         if len(self._taken) == len(self._spans) and self._roots:
-            torch.autograd.backward(self._roots, self._whole_gradients())
+            reached = [pair for pair in zip(self._roots, self._whole_gradients(), strict=True) if pair[1] is not None]
+            if reached:
+                torch.autograd.backward([root for root, _ in reached], [gradient for _, gradient in reached])
 
-    def _whole_gradients(self) -> list[Tensor]:
+    def _whole_gradients(self) -> list[Tensor | None]:
         parts = [self._taken[at] for at in range(len(self._spans))]
-        found = [iter(part.gradients()) for part in parts]
-        whole = []
+        found = [iter(zip(part.gradients(), part.gradients_to_send(), strict=True)) for part in parts]
+        whole: list[Tensor | None] = []
         for place, leaf in enumerate(self._before.leaves):
             if leaf.requires_grad:
                 pieces = [next(gradients) for gradients in found]
-                dim = parts[0].dims.get(place)
-                whole.append(torch.stack(pieces).sum(0) if dim is None else torch.cat(pieces, dim))
+                dim, each = parts[0].dims.get(place), [piece for _, piece in pieces]
+                joined = torch.stack(each).sum(0) if dim is None else torch.cat(each, dim)
+                whole.append(None if all(gradient is None for gradient, _ in pieces) else joined)
         return whole

@@ -137,7 +137,7 @@ class PipelineExecutor:
         self.runs = {}
         self._inputs: dict[Place, Boundary] = {}
         self._roots: dict[Place, list[Any]] = {}
-        self._output_grads: dict[Place, list[Tensor]] = {}
+        self._output_grads: dict[Place, list[Tensor] | list[Tensor | None]] = {}
         self._input_grads: dict[Place, tuple[list[Tensor], bool]] = {}
         self._factors: dict[Place, list[Factors]] = {}
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
@@ -262,9 +262,10 @@ class PipelineExecutor:
             self._backward_from_loss(run.output, run.micro_batch)
             self.step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
         else:
-            roots, grads = self._roots.pop(place), self._output_grads.pop(place)
-            if roots:
-                self.step.differentiate(roots, grads)
+            pairs = zip(self._roots.pop(place), self._output_grads.pop(place), strict=True)
+            reached = [(root, grad) for root, grad in pairs if grad is not None]  # parameters behind others get none
+            if reached:
+                self.step.differentiate([root for root, _ in reached], [grad for _, grad in reached])
         self.stage.end()
         self._hand_back(slot, run)
 
@@ -282,11 +283,10 @@ class PipelineExecutor:
                 with self.step.backwards():
                     self._around.take(slot.micro_batch, run.received)
             return
-        place, found = slot.place, run.received.gradients()
         if slot.onward is not None:
-            self._output_grads[slot.onward] = found
+            self._output_grads[slot.onward] = run.received.gradients()
         else:
-            self._input_grads[place] = (found, run.received.leaves[0].requires_grad)
+            self._input_grads[slot.place] = run.received.gradients_to_send(), run.received.leaves[0].requires_grad
 
     def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
         loss = trained_loss_of(output)

@@ -140,16 +140,18 @@ class Boundary:
     @property
     def reached(self) -> bool:
         """Whether a backward has come to any of the tensors."""
+        return any(grad is not None for grad in self.gradients())
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of every tensor that wants one; ``None`` where nothing depended on it."""
         wanted = [(place, tensor) for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
-        return any((tensor.grad if tensor.is_leaf else self.grads.get(at)) is not None for at, tensor in wanted)
+        return [tensor.grad if tensor.is_leaf else self.grads.get(place) for place, tensor in wanted]
 
-    def gradients(self) -> list[Tensor]:
-        """The gradient of every tensor that wants one; zeros where nothing depended on it."""
-        return [self._gradient(at, tensor) for at, tensor in enumerate(self.tensors) if tensor.requires_grad]
-
-    def _gradient(self, place: int, tensor: Tensor) -> Tensor:
-        grad = tensor.grad if tensor.is_leaf else self.grads.get(place)
-        return grad if grad is not None else torch.zeros_like(tensor)
+    def gradients_to_send(self) -> list[Tensor]:
+        """The same, with zeros where nothing depended on it: another rank waits for them."""
+        wanted = [tensor for tensor in self.tensors if tensor.requires_grad]
+        pairs = zip(self.gradients(), wanted, strict=True)
+        return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs]
 
 
 class Announcement(NamedTuple):

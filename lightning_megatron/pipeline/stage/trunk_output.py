@@ -107,17 +107,17 @@ class JoinedBoundary(Boundary):
                 return False
         return True
 
-    def parts_of_gradients(self) -> Iterator[list[Tensor]]:
-        """The gradients of what each micro-batch gave."""
+    def parts_of_gradients(self) -> Iterator[list[Tensor | None]]:
+        """The gradients of what each micro-batch gave; ``None`` where the loss does not depend on it."""
         dims = [self.dims[place] for place, leaf in enumerate(self.leaves) if leaf.requires_grad]
         found = list(zip(self.gradients(), dims, strict=True))
         for span in self.spans:
-            rows = [
-                (grad.shape[dim] * span.start // span.total, grad.shape[dim] * span.stop // span.total)
-                for grad, dim in found
-            ]
-            pairs = zip(found, rows, strict=True)
-            yield [grad.narrow(dim, start, stop - start).contiguous() for (grad, dim), (start, stop) in pairs]
+            yield [None if grad is None else _rows_of(grad, dim, span) for grad, dim in found]
+
+
+def _rows_of(whole: Tensor, dim: int, span: Span) -> Tensor:
+    start, stop = (whole.shape[dim] * at // span.total for at in (span.start, span.stop))
+    return whole.narrow(dim, start, stop - start).contiguous()
 
 
 def _are_alike(span: Span, whole: list[tuple[int, ...]], part: list[tuple[int, ...]]) -> bool:
