@@ -26,7 +26,7 @@ from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.tables import Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
-from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, judge
+from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, entry_of_all, judge, was_seen
 from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
@@ -446,6 +446,21 @@ def test_entries_that_parts_set_are_no_sums_until_two_of_them_add_to_one() -> No
     assert judge([both])[0] == {sums: ("sum",)}
 
 
+def test_rows_that_some_parts_append_are_one_entry_of_the_batch() -> None:
+    kept, rows = ("kept", None), torch.arange(5.0)
+    both = Join([{kept: ([], [rows[:2]])}, {kept: ([], [rows[2:]])}], {kept: ([], [rows])}, {"sizes": (3.0, 3.0)})
+    alone = Join([{kept: ([], [rows[:2]])}, {}], {kept: ([], [rows[:2]])}, {"sizes": (3.0, 3.0)})
+    empty = Join([{kept: ([], [rows[:0]])}] * 2, {kept: ([], [rows[:0]])})
+    assert (
+        judge([both]).kinds == judge([both, alone]).kinds == judge([alone, empty, both]).kinds == {kept: ("stacked",)}
+    )
+    assert was_seen([both], kept) == (True, False) and was_seen([alone], kept) == (False, True)
+    pairs = [{kept: ([], [(rows[:size], rows[size])])} for size in (2, 3)]
+    mixed = Join(pairs, {kept: ([], [(rows, rows[2])])}, {"sizes": (3.0, 3.0)})  # a number beside rows of any number
+    assert judge([mixed]).kinds == {}
+    assert entry_of_all([{"x": rows[:2]}, {"x": rows[2:]}], "stacked", [1, 1], [1, 1])["x"].equal(rows)
+
+
 def test_a_number_that_one_part_changes_alone_adds_up_only_when_two_have_shown_it() -> None:
     written, hits, place = Written(), ("", "hits"), (Table("", {}, ("hits",), ()), "hits")
     alone = judge([Join([{hits: (0, 1)}, {}], {hits: (0, 1)})])
@@ -458,7 +473,7 @@ def test_a_number_that_one_part_changes_alone_adds_up_only_when_two_have_shown_i
     assert written.note(once) == "hits" and written.undecided == ""
     assert written.note(judge([Join([{hits: (1, 2)}, {hits: (1, 3)}], {hits: (1, 4)})])) == ""
     lists = judge([Join([{hits: ([], [4])}, {}], {hits: ([], [4])})])
-    assert lists.kinds == {hits: ("each",)} and lists.alone == {hits}
+    assert lists.kinds[hits][0] == "each" and lists.alone == {hits}
     inside = judge([Join([{hits: (0, 1)}, {}], {hits: (0, 1)})], [""])
     assert inside.alone == set()  # what a layer writes, and nothing reads again
 

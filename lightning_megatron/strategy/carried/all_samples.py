@@ -129,11 +129,15 @@ class AllSamples:
         self._slots, names = {}, self._replicas.carried.ways
         if not names:
             return
+        if self._replicas.hand_over is not None:
+            self._replicas.hand_over(names)
         passes, written = not all(names.values()), dict[Name, Any]()
         traces = Traces(self._module, beside=True) if passes or not self._tables.keys() >= names.keys() else None
         if passes and traces is not None:
             written = self._written(call, self._joined(batch, names), traces, names)
         every = dict.fromkeys([*names, *written])
+        held = {name for name in every if name[1] is not None and (spelled(name), None) in every}
+        every = {name: None for name in every if name in written or name not in held}  # a list that stays where it is
         if traces is not None:
             self._tables = {name: traces.start_of(name) for name in every}
         weigh = {way for way in names.values() if callable(way)}

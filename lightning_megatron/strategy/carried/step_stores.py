@@ -7,6 +7,8 @@ write it, its code is read::
     self.bank.index_add_(0, y, z)          likewise
     if loss < self.best: self.best = loss  in some steps only: a trial sees it, or does not
     if hard.sum() > 9: self.hits += 1      if many samples are: those of a part may never be as many
+    if hard.any(): self.kept.append(e)     by batches with such samples: how those of its parts come together, has to
+                                           be seen where all of them do so, and where some do
     self.began = time.perf_counter()       of no batch: each process has its own time
 """
 
@@ -75,6 +77,16 @@ def stored_behind_counts(functions: Iterable[types.FunctionType]) -> set[str]:
         functions: that a step calls.
     """
     return {name for function in functions for name in _behind_counts(function)}
+
+
+def stored_behind_content(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Attributes that functions store to behind a condition, or in a loop, on what they are given: on a batch. What is
+    on a module, such as a number of steps, is the same for all parts of a batch.
+
+    Args:
+        functions: that a step calls.
+    """
+    return {name for function in functions for name in _behind_content(function)}
 
 
 def defaults_of(module: nn.Module, stored: set[str]) -> dict[Name, Any]:
@@ -236,6 +248,42 @@ def _behind_counts(function: types.FunctionType) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.lru_cache(maxsize=1024)
+def _behind_content(function: types.FunctionType) -> frozenset[str]:
+    definition = definition_of(function)
+    if definition is None:
+        return frozenset()
+    return frozenset(_stored_below(definition.body, _not_of_batch(definition), behind=False))
+
+
+def _not_of_batch(definition: Any) -> set[str]:
+    """Names of what a function is given that no batch tells: itself, and the number of the batch."""
+    given = [each.arg for each in definition.args.args] if isinstance(definition, ast.FunctionDef) else []
+    return {*given[:1], *(given[2:3] if getattr(definition, "name", "") == "training_step" else ())}
+
+
+def _stored_below(lines: Iterable[ast.stmt], known: set[str], *, behind: bool) -> Iterator[str]:
+    """Attributes that lines store to behind a condition on a batch, or once such a condition may have left the code."""
+    for line in lines:
+        yield from _stored_by(line) if behind else ()
+        asks = isinstance(line, (ast.If, ast.While)) and _is_of_batch(line.test, known)
+        asks |= isinstance(line, ast.For) and _is_of_batch(line.iter, known)
+        for body in ("body", "orelse", "finalbody"):
+            yield from _stored_below(getattr(line, body, ()), known, behind=behind or asks)
+        behind |= asks and any(isinstance(each, (ast.Return, ast.Continue, ast.Break)) for each in ast.walk(line))
+
+
+def _is_of_batch(value: ast.expr, known: set[str]) -> bool:
+    """Whether an expression has a name in it that is not one of ``known``, but for a question whether there is one."""
+    if isinstance(value, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in value.ops):
+        return False
+    if isinstance(value, (ast.BoolOp, ast.UnaryOp)):
+        parts = value.values if isinstance(value, ast.BoolOp) else [value.operand]
+        return any(_is_of_batch(each, known) for each in parts)
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return not names <= known | {"len", "range", "hasattr", "getattr", "isinstance", "bool", "int", "type"}
+
+
 def _counts_samples(value: ast.expr, counts: set[str]) -> bool:
     """Whether an expression counts, or has a number that did: but for what is on the module already."""
     for node in ast.walk(value):
@@ -259,6 +307,8 @@ def _is_attribute(node: ast.expr) -> bool:
 
 def _attribute(node: ast.expr) -> Iterator[str]:
     """The attribute of an object that an expression is, or is a part of: ``bank`` in ``self.bank[index]``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault":
+        node = node.func.value
     while isinstance(node, (ast.Subscript, ast.Starred)) or (
         isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Subscript, ast.Attribute))
     ):

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.written import Join, Kinds, Weights, meet
 
@@ -41,8 +40,8 @@ def ways_on(joins: Sequence[Join], name: Name, kinds: Kinds) -> Kinds:
     if any(isinstance(value, deque) and value.maxlen for _, _, value, _ in seen):
         return ()  # what it has lost does not show
     if kinds:
-        lists = any(isinstance(value, LISTS) for _, _, value, _ in seen)
-        return kinds if lists or any(meet(before, apart) for before, apart, _, _ in seen) else ()
+        sets = any(isinstance(value, set) for _, _, value, _ in seen)
+        return kinds if sets or any(meet(before, apart) for before, apart, _, _ in seen) else ()
     found = [set(_means(apart, whole, weights)) for _, apart, whole, weights in seen]
     return tuple(way for way in seen[0][3] if all(way in each for each in found)) if seen else ()
 

@@ -16,7 +16,7 @@ hooks after each batch stays their replica's, and the user is told if replicas h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,7 @@ class KeptInLoop:
         self._traces: Traces | None = None
         self._latest: Traces | None = None
         self._values: dict[Name, KeptValue] = {}
+        self._left: dict[Name, Any] = {}
         self._batches: list[dict[Any, float]] = []
         self.joined: dict[str, bool] = {}
 
@@ -101,17 +102,42 @@ class KeptInLoop:
             return
         self._name = ""
         ways, read = self._ways(name), self._read[name]
-        told = {value: each.tell(self._module, ways[value], self._batches) for value, each in self._values.items()}
-        every = [each or {} for each in objects.gather(told or None, self._group)]
-        known = [value for value in self._values if all(value in e and e[value].added is not None for e in every)]
+        known = self._join({value: (each, ways[value]) for value, each in self._values.items()})
         self.joined[name] = bool(known)
-        for value in known:
-            self._values[value].put(self._module, [each[value] for each in every], ways[value])
         others = ((value, now) for value, (_, now) in traces.changes().items() if value not in known)
         apart = {value: now for value, now in others if ways.get(value) != "same" and is_in(value, read)}
         self._say(apart, name)
         if not objects.gather(bool(apart) or None, self._group).count(True):
             self._tries.update({(name, loader): _TRIES for step, loader in self._tries if step == name})
+
+    def hand_over(self, names: Collection[Name]) -> None:
+        """Before a step: let come together what the steps of this loop have kept so far of values that are written from
+        the samples of all replicas from now on; collective over the replicas.
+
+        Args:
+            names: of such values.
+        """
+        leaving = [value for value in self._values if value in names]
+        if not any(objects.gather(leaving or None, self._group)):
+            return
+        found = {value: (self._values.pop(value), self._left[value]) for value in leaving}
+        known = self._join(found)
+        lost = [spelled(value) for value in leaving if value not in known]
+        if lost:
+            rank_zero_warn(
+                f"`{self._name}` has written {', '.join(f'`{each}`' for each in lost)} from the samples of each of the "
+                f"{self._replicas} replicas in {len(self._batches)} batches, and how they come together is not known: "
+                "what hooks read of these batches is that of a replica. It is written from all samples from now on."
+            )
+
+    def _join(self, values: Mapping[Name, tuple[KeptValue, Any]]) -> list[Name]:
+        """Let values be those of all samples, each with how it comes together; the names of those that are then."""
+        told = {name: each.tell(self._module, way, self._batches) for name, (each, way) in values.items()}
+        every = [each or {} for each in objects.gather(told or None, self._group)]
+        known = [name for name in values if all(name in e and e[name].added is not None for e in every)]
+        for name in known:
+            values[name][0].put(self._module, [each[name] for each in every], values[name][1])
+        return known
 
     def _start_trial(self, traces: Traces | None) -> None:
         if self._logged is not None:
@@ -147,6 +173,7 @@ class KeptInLoop:
         self._batches.append({"sizes": float(batch_size_of(batch)), **{way: float(way(batch)) for way in weigh}})
         for each in self._values.values():
             each.end_batch(self._module)
+        self._left = {value: ways[value] for value in self._values}
 
     def _ways(self, name: str) -> dict[Name, Any]:
         """By name of a value that hooks read, how it comes together."""
@@ -219,6 +246,8 @@ class KeptForHooks(Callback):
             callbacks[:] = [*others[:place], self, *others[place:]]
         self.training = KeptInLoop(module, mesh, read, lambda _: {} if replicas is None else replicas.ways)
         self.evaluation = KeptInLoop(module, mesh, read, logged.written, logged)
+        if replicas is not None and read:
+            replicas.hand_over = self.training.hand_over
 
     def __reduce__(self) -> Any:
         """A run belongs to its processes: copies of its Trainer have a callback that does nothing."""

@@ -24,7 +24,7 @@ from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal, refill
 from lightning_megatron.strategy.loss.tables import Table, found_again
-from lightning_megatron.strategy.loss.written import merged, total
+from lightning_megatron.strategy.loss.written import entry_of_all
 
 _PLACES = ("sum", "set")  # ways in which entries stay where they are
 
@@ -211,6 +211,6 @@ def _entries(told: Sequence[ToldValue], way: Any) -> list[Any]:
             continue  # of another loader
         entries = [each.added[place][0] for each in some]
         weights, sizes = [each.weights[place] for each in some], [each.sizes[place] for each in some]
-        whole = total(entries) if way == "total" else merged(entries, weights, sizes)
+        whole = entry_of_all(entries, way, weights, sizes)
         found += entries if whole is MISSING else [whole]
     return found

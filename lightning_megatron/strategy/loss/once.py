@@ -34,7 +34,7 @@ from lightning_megatron.strategy.loss.tables import (
     spelled,
 )
 from lightning_megatron.strategy.loss.traces import as_it_is
-from lightning_megatron.strategy.loss.written import are_unlike, merged, tail_of, total
+from lightning_megatron.strategy.loss.written import are_unlike, entry_of_all, tail_of
 
 _NEW = "new"
 _LOSS = "loss"  # a mean, weighed as the losses
@@ -268,11 +268,11 @@ class OncePerBatch:
                 self._refuse(slot.table.name, slot.key)
             return slot.left[-1]
         entries = [entry for tail in tails for entry in tail or ()]
-        if slot.kind == "total" and len(entries) == len(self._sizes):
-            entries = [total(entries)]
-        elif slot.kind in self._weights and len(entries) == len(self._sizes):
-            mean = merged(entries, self._weights[slot.kind], self._sizes)
-            entries = entries if mean is MISSING else [mean]
+        if entries and all(len(tail or ()) <= 1 for tail in tails):
+            some = [place for place, tail in enumerate(tails) if tail]
+            weights = [self._weights.get(slot.kind, self._sizes)[place] for place in some]
+            whole = entry_of_all(entries, slot.kind, weights, [self._sizes[place] for place in some])
+            entries = entries if whole is MISSING else [whole]
         return type(before)([*before, *entries], *([before.maxlen] if isinstance(before, deque) else []))
 
     def _set(self, slot: _Slot, value: Any, now: Any) -> None:

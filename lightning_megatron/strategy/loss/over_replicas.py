@@ -30,6 +30,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.strategy.carried.behind_conditions import BehindConditions
 from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOfPieces
 from lightning_megatron.strategy.logs.combining import Narrowed
@@ -99,6 +100,8 @@ class OverReplicas:
         read: names that hooks after the loop read.
         collected: those that nothing else reads, where what is kept under them comes together.
         carried: what steps write from the samples of each replica, and go on from.
+        hand_over: takes names of :attr:`collected` whose values a pass writes from now on, so that what replicas have
+            kept so far comes together; ``None`` where nothing is kept.
         counted: a way of weighing, and what the uncut batches of all replicas count by it in this step; ``None`` where
             no message has told.
     """
@@ -111,7 +114,9 @@ class OverReplicas:
         self.read: Collection[str] = ()
         self.collected: Collection[str] = ()
         self.carried = Carried(module, mesh)
+        self.hand_over: Callable[[Collection[Name]], None] | None = None
         self._layers, self._ways = Parts(layers), Narrowed()
+        self._behind = BehindConditions(module, self.group, self.carried)
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 
@@ -173,21 +178,24 @@ class OverReplicas:
         rows = self.learn_rows(tried, lasting)
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
         mine: dict[Name, list[Name]] = {}
+        unsure = self._behind.unsure(tried, filter(self._is_kept, changes), kinds) if self.collected else set()
         for name in changes:
-            if kinds.get(name) and self._is_kept(name):
+            if kinds.get(name) and self._is_kept(name) and sendable(name, self._module) not in unsure:
                 continue
             mine.setdefault(sendable(name, self._module), []).append(name)
         found = unlike_values({said: [changes[name][1] for name in names] for said, names in mine.items()}, self.group)
         if not any(objects.gather(gathers, self.group)):
-            found = self.carried.judge(tried, mine, found, kinds, self._is_kept)
+            found = self.carried.judge(tried, mine, [*found, *unsure], kinds, self._is_kept)
             metric = tried.mixed_metric(cut=cut)
             found = list(dict.fromkeys([*found, *traces.weights.unlike, *([metric] if metric else [])]))
         return found, bool(rows.difference(tried.kept.names))
 
     @property
     def ways(self) -> Mapping[Name, Any]:
-        """By name of a value of :attr:`collected`, how it comes together; "" where that is unknown."""
-        return self._ways.chosen
+        """By name of a value of :attr:`collected`, how it comes together; "" where that is unknown. Not of what a pass
+        writes.
+        """
+        return {name: way for name, way in self._ways.chosen.items() if name not in self.carried.ways}
 
     def kept_kinds(self, kinds: Mapping[Name, Kinds]) -> dict[Name, Kinds]:
         """How values of :attr:`collected` come together, where the loss is computed; nothing on other ranks.

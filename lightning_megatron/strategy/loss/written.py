@@ -10,6 +10,7 @@ each micro-batch finds what the first one found, and what they leave is put toge
     if hard.any(): self.hits += 1     by one of them alone         the same, until two of them show whether it adds up
     self.kept.append(loss)            an entry for each            what was there, and their mean, or their sum
     self.kept.extend(rows)            as many as samples           what was there, and all of them
+    if m.any(): self.kept.append(e[m])  an entry of some of them   what was there, and the rows of all in one entry
     self.ema = 0.9 * ema + 0.1 * x    none of these                the batch has to stay whole
 """
 
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.parts.names import Parts
@@ -37,8 +39,8 @@ _ADDED = frozenset({"sum", "each"})
 _SMALL = 1024  # elements of a tensor that is compared in every batch
 Kinds = tuple[Any, ...]
 """Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one after the
-other), "total" (of one entry of a list each), "once" (of one of the parts), "set" (elements, other ones by
-each); or a mean, by its way to weigh. The first is the usual one."""
+other), "stacked" (one entry with the rows of those of the parts), "total" (of one entry of a list each), "once" (of
+one of the parts), "set" (elements, other ones by each); or a mean, by its way to weigh. The first is the usual one."""
 
 
 @dataclass
@@ -129,7 +131,8 @@ def meet(before: Any, apart: Sequence[Any]) -> bool:
 
 def _kinds_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:
     if all(is_equal(now, together) for now in apart):
-        return ("same",)
+        none = isinstance(together, (list, deque)) and _adds_no_rows(before, together)
+        return ("stacked", "same") if none else ("same",)
     if before is MISSING and isinstance(together, LISTS):
         before = type(together)()
         apart = [before if now is MISSING else now for now in apart]
@@ -153,13 +156,32 @@ def _kinds_of_list(before: Any, apart: Sequence[Any], together: Any, weights: We
     if any(tail is None for tail in tails):
         return ()
     *parts, whole = (tail or [] for tail in tails)
+    some = [place for place, part in enumerate(parts) if part]
     if _alike([entry for part in parts for entry in part], whole):
-        return ("each",)
-    if len(whole) != 1 or any(len(part) != 1 for part in parts):
+        return ("each",) if len(whole) != 1 else ("each", "stacked", *weights, "total")  # all the same of one entry
+    if len(whole) != 1 or not some or any(len(part) > 1 for part in parts):
         return ()
-    entries = [part[0] for part in parts]
-    means = tuple(way for way, each in weights.items() if _alike(merged(entries, each, weights["sizes"]), whole[0]))
+    entries = [parts[place][0] for place in some]
+    if _alike(stacked(entries), whole[0]):
+        return ("stacked",)
+    if _are_uneven(entries):
+        return ()  # others of one shape would be taken for numbers of which there is a mean
+    counts = {way: [each[place] for place in some] for way, each in weights.items()}
+    means = tuple(way for way, each in counts.items() if _alike(merged(entries, each, counts["sizes"]), whole[0]))
     return means or (("total",) if _alike(total(entries), whole[0]) else ())
+
+
+def _adds_no_rows(before: Any, now: Any) -> bool:
+    """Whether an entry has been appended that has tensors without rows, of samples that meet a condition, say."""
+    tail = tail_of(before if isinstance(before, LISTS) else [], now)
+    leaves = [leaf for leaf in tree_leaves(tail) if isinstance(leaf, Tensor)] if tail and len(tail) == 1 else []
+    return any(leaf.ndim and not len(leaf) for leaf in leaves)
+
+
+def _are_uneven(entries: Sequence[Any]) -> bool:
+    """Whether tensors in the same place of several entries have unlike numbers of rows."""
+    each = [[leaf.shape for leaf in tree_leaves(entry) if isinstance(leaf, Tensor)] for entry in entries]
+    return any(shapes != each[0] for shapes in each)
 
 
 class Written:
@@ -243,6 +265,47 @@ def merged(entries: Sequence[Any], weights: Sequence[float], sizes: Sequence[flo
         return MISSING
 
 
+def entry_of_all(entries: Sequence[Any], kind: Any, weights: Sequence[float], sizes: Sequence[float]) -> Any:
+    """The entry of a list that the whole batch appends, of those that some of its parts have appended, one each;
+    :data:`MISSING` where these stay entries of their own.
+
+    Args:
+        entries: one or more.
+        kind: how they come together, as :data:`Kinds`.
+        weights: of these parts, in a mean.
+        sizes: their samples.
+    """
+    if kind in ("each", "sum", "set", "once", "same"):
+        return MISSING
+    if kind == "stacked":
+        return stacked(entries)
+    return total(entries) if kind == "total" else merged(entries, weights, sizes)
+
+
+def stacked(entries: Sequence[Any]) -> Any:
+    """The entry that has the rows of all; :data:`MISSING` where there is anything but tensors and arrays with rows, in
+    tuples, lists and mappings of one form.
+
+    Args:
+        entries: of the parts.
+    """
+    first, *others = entries
+    if isinstance(first, Tensor) and first.ndim:
+        alike = all(isinstance(other, Tensor) and other.shape[1:] == first.shape[1:] for other in others)
+        with torch.no_grad():
+            return torch.cat(list(entries)) if alike and others else first if alike else MISSING
+    if not isinstance(first, (dict, list, tuple)) or any(type(other) is not type(first) for other in others):
+        return MISSING
+    keys = list(first) if isinstance(first, dict) else list(range(len(first)))
+    same = all(list(other) == keys if isinstance(first, dict) else len(other) == len(keys) for other in others)
+    rows = [stacked([entry[key] for entry in entries]) for key in keys] if same else [MISSING]
+    if not rows or any(row is MISSING for row in rows):
+        return MISSING
+    if isinstance(first, dict):
+        return {**first, **dict(zip(keys, rows, strict=True))} if type(first) is dict else MISSING
+    return type(first)(*rows) if hasattr(first, "_fields") else type(first)(rows)
+
+
 def total(entries: Sequence[Any]) -> Any:
     """The sum of numbers or of tensors of one shape; :data:`MISSING` of anything else."""
     alike = all(isinstance(entry, (int, float, Tensor)) for entry in entries)
@@ -250,6 +313,20 @@ def total(entries: Sequence[Any]) -> Any:
         return MISSING
     with torch.no_grad():
         return sum(entries[1:], entries[0])
+
+
+def was_seen(joins: Sequence[Join], name: Name) -> tuple[bool, bool]:
+    """Whether several parts of one batch were seen to write a value, and whether some were and others were not.
+
+    Args:
+        joins: what was seen.
+        name: of the value.
+    """
+    both = alone = False
+    for join in joins:
+        changed = [name in part and not is_equal(*part[name]) for part in join.parts]
+        both, alone = both or sum(changed) > 1, alone or (any(changed) and not all(changed))
+    return both, alone
 
 
 def are_unlike(values: Sequence[Any]) -> bool | Tensor:
