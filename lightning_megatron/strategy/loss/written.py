@@ -296,9 +296,9 @@ def stacked(entries: Sequence[Any]) -> Any:
             return torch.cat(list(entries)) if alike and others else first if alike else MISSING
     if not isinstance(first, (dict, list, tuple)) or any(type(other) is not type(first) for other in others):
         return MISSING
-    keys = list(first) if isinstance(first, dict) else list(range(len(first)))
+    keys: list[Any] = list(first) if isinstance(first, dict) else list(range(len(first)))
     same = all(list(other) == keys if isinstance(first, dict) else len(other) == len(keys) for other in others)
-    rows = [stacked([entry[key] for entry in entries]) for key in keys] if same else [MISSING]
+    rows: list[Any] = [stacked([entry[key] for entry in entries]) for key in keys] if same else [MISSING]
     if not rows or any(row is MISSING for row in rows):
         return MISSING
     if isinstance(first, dict):
