@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.replaced import Replacement, Replacements
+from lightning_megatron.strategy.carried.kept_by_name import KeptByName
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.hooks import reads_gradients
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED, log_everywhere
@@ -78,6 +79,10 @@ class LogRouting(Replacement):
                 self._of_updates = HookLogs(mesh, device, measure)
             self._of_hooks = HookLogs(mesh, device, measure)
             self._held_hooks = HeldHooks(module, callbacks, self._of_hooks, self)
+        self._kept: KeptByName | None = None
+        if mesh.layout.pipeline > 1 and not engine.splits_itself:
+            presence = engine.model_gradients.presence
+            self._kept = KeptByName(module, trainer, presence, mesh.group("pipeline_parallel"))
         self._keys: KeysOfReplicas | None = None
         if mesh.layout.data > 1:
             self._keys = KeysOfReplicas(module, callbacks, mesh.group("data_parallel"))
@@ -111,7 +116,7 @@ class LogRouting(Replacement):
 
     def release(self) -> None:
         """Give the module its ``log``, metrics and hooks back."""
-        for hooks in (self._keys, self._held_hooks):
+        for hooks in (self._keys, self._kept, self._held_hooks):
             if hooks is not None:
                 hooks.remove()
         if self._metrics is not None:

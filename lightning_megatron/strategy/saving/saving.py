@@ -46,6 +46,7 @@ from lightning_megatron.strategy.lightning.preemption import Preemption, listen
 from lightning_megatron.strategy.lightning.samplers import Samplers
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
+from lightning_megatron.strategy.saving.kept_names import with_all_stages
 from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState, does_not_fit
 from lightning_megatron.strategy.saving.newest import answered
 from lightning_megatron.strategy.saving.resume import (
@@ -201,7 +202,8 @@ class Saving:
             print(f"{self._processes.place}: no checkpoint at {path}: not all ranks failed together")
             return
         self._engine.share_copies()
-        whole = {**checkpoint, "lightning_megatron": self._run_section(checkpoint)}  # hooks may have kept `checkpoint`
+        whole = with_all_stages(checkpoint, self._engine.model_gradients.presence, self._mesh)
+        whole["lightning_megatron"] = self._run_section(checkpoint)  # not in `checkpoint`, which hooks may have kept
         self._io.save_checkpoint(whole, path, storage_options=storage_options)
 
     def _run_section(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
