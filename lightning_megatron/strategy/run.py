@@ -360,6 +360,7 @@ class Run:
         self.engine.settle()
         self.engine.losses.read()
         self.engine.share_copies()
+        self._logs.end_training()
 
     def close(self) -> None:
         """Give back what was taken over from the module, the Trainer and torch."""

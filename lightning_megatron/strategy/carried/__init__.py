@@ -1,1 +1,1 @@
-"""State that steps of several replicas carry to the next step, written from the samples of all of them."""
+"""State that steps and hooks carry on: written from the samples of all replicas, or kept by name on all stages."""

@@ -8,7 +8,8 @@ itself would find the others as they were in the beginning, or not at all::
     self.log("shadow", sum(v.norm() for v in self.shadow.values()))               those of all stages
 
 So before such a hook every stage tells the others what it has. After it, what a stage had no entry for is taken out
-again. What a checkpoint gets is put together when it is saved (``strategy.saving.kept_names``).
+again. Old entries are renewed at the end of training too. What a checkpoint gets is put together when it is saved
+(``strategy.saving.kept_names``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,7 +31,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.strategy.carried.by_name import ByName, Entry, Table
+from lightning_megatron.strategy.carried.under_names import ByName, Table, ToldEntry
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -48,7 +48,7 @@ _LIBRARIES = (
     "torchmetrics",
     "transformers",
 )
-_KNOWN = frozenset((*dir(pl.Trainer), *dir(pl.LightningModule), *dir(Tensor)))
+_KNOWN = frozenset((*dir(pl.Trainer), *dir(pl.LightningModule)))
 _NONE: Any = object()
 
 
@@ -69,8 +69,9 @@ class KeptByName:
         self._replaced, self._inside = Replacements(), False
         callbacks = foreign_callbacks(callbacks_of(trainer))
         self._owners: list[Any] = [module, *callbacks]
-        holders = [holder for owner in self._owners for holder in _holders(owner)]
-        kept = {name for holder in holders for name in _kept(holder)}
+        self._kept = kept = {
+            name for owner in self._owners for each in _holders(owner).values() for name in _kept(each)
+        }
         for owner, parent in ((module, None), *((callback, Callback) for callback in callbacks)) if kept else ():
             for hook in _hooks(owner, parent):
                 functions = _functions(owner, hook)
@@ -79,38 +80,46 @@ class KeptByName:
                 if lists:
                     _refuse_written(hook, functions, kept)
                 elif not used.isdisjoint(kept):
-                    self._replaced.call(owner, hook, self._seeing_all(getattr(owner, hook), sorted(kept & used)))
+                    self._replaced.call(owner, hook, self._seeing_all(getattr(owner, hook), kept & used))
+
+    def settle(self) -> None:
+        """Renew old entries at the end of training, as code after a run reads them; collective over the stages."""
+        if self._kept:
+            self._fill(self._tables(self._kept), adds=False)
 
     def remove(self) -> None:
         """Give hooks back."""
         self._replaced.take_back()
 
-    def _seeing_all(self, hook: Callable[..., Any], kept: list[str]) -> Callable[..., Any]:
+    def _seeing_all(self, hook: Callable[..., Any], kept: set[str]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def seeing(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return hook(*args, **kwargs)
             self._inside = True
             try:
-                with self._filled(kept):
-                    return hook(*args, **kwargs)
+                before = self._fill(self._tables(kept))
+                result = hook(*args, **kwargs)
+                self._put_back(before)
+                return result
             finally:
                 self._inside = False
 
         return seeing
 
-    @contextmanager
-    def _filled(self, kept: list[str]) -> Iterator[None]:
-        """Around a hook that reads some dictionaries; collective over the stages."""
-        tables = dict(self._tables(kept))
+    def _fill(self, found: Iterator[tuple[str, Table]], *, adds: bool = True) -> list[tuple[Table, Table]]:
+        """Put what other stages have told into dictionaries; of each, what was there before of what is not kept."""
+        tables = dict(found)
         starts = self._by_name.starts(tables)
-        own = {place: self._by_name.own(starts[place], table) for place, table in tables.items() if place in starts}
-        told = objects.gather(own, self._group) if starts else []
+        here = [place for place in tables if place in starts]
+        told = objects.gather({p: self._by_name.own(starts[p], tables[p]) for p in here}, self._group) if starts else []
         before = []
-        for place in own:
+        for place in here:
             others = {key: entry for each in told for key, entry in each.get(place, {}).items()}
-            before.append((tables[place], self._fill(tables[place], starts[place], others)))
-        yield
+            before.append((tables[place], self._put(tables[place], starts[place], others, adds)))
+        return before
+
+    def _put_back(self, before: list[tuple[Table, Table]]) -> None:
         for table, lost in before:
             for key, value in lost.items():
                 if value is _NONE:
@@ -118,18 +127,17 @@ class KeptByName:
                 elif key in table:
                     table[key] = value
 
-    def _tables(self, kept: list[str]) -> Iterator[tuple[str, Table]]:
+    def _tables(self, kept: Collection[str]) -> Iterator[tuple[str, Table]]:
         """The dictionaries under some names, each where all stages have it."""
         for number, owner in enumerate(self._owners):
-            for place, holder in enumerate(_holders(owner)):
-                for name in kept:
+            start = type(owner).__name__ + f" ({number})" * bool(number)
+            for attribute, holder in _holders(owner).items():
+                for name in sorted(kept):
                     if isinstance(found := vars(holder).get(name), dict):
-                        yield f"{type(holder).__name__}.{name}" + f" ({number}.{place})" * bool(number or place), found
+                        yield ".".join(filter(None, (start, attribute, name))), found
 
-    def _fill(self, table: Table, start: str, told: dict[str, Entry]) -> Table:
-        """Put what other stages have told into a dictionary, in the order of one process; what was there before of what
-        is not kept.
-        """
+    def _put(self, table: Table, start: str, told: dict[str, ToldEntry], adds: bool) -> Table:
+        """Renew entries, and add others, in the order of one process; what was there before that is not written to."""
         before: Table = {}
         for key, entry in told.items():
             if self._by_name.is_here(start, key):
@@ -138,7 +146,7 @@ class KeptByName:
             if type(old) is Tensor and isinstance(value, Tensor) and old.shape == value.shape:
                 with torch.no_grad():
                     old.copy_(value)
-            else:
+            elif adds or key in table:
                 before[key], table[key] = old, value
         if before:
             ordered = self._by_name.ordered(start, table.items())
@@ -153,12 +161,12 @@ def _hooks(owner: Any, parent: type | None) -> list[str]:
     return [name for name in names if is_overridden(name, owner, parent=parent)]
 
 
-def _holders(owner: Any) -> list[Any]:
-    """A module or callback, and objects of the user's own classes in its attributes, in the order of their names."""
+def _holders(owner: Any) -> dict[str, Any]:
+    """A module or callback, and objects of the user's own classes in its attributes, by the names of these."""
     values = {**vars(owner), **vars(owner).get("_modules", {})}
-    found = [value for _, value in sorted(values.items()) if hasattr(value, "__dict__") and not callable(value)]
-    found += [value for _, value in sorted(values.items()) if isinstance(value, nn.Module)]
-    return [owner, *(each for each in found if _is_users(type(each)) and not isinstance(each, Callback))]
+    found = {name: value for name, value in values.items() if hasattr(value, "__dict__") and _is_users(type(value))}
+    plain = (name for name, value in found.items() if isinstance(value, nn.Module) or not callable(value))
+    return {"": owner, **{name: found[name] for name in sorted(plain) if not isinstance(found[name], Callback)}}
 
 
 def _is_users(kind: type) -> bool:
@@ -174,8 +182,8 @@ def _functions(owner: Any, hook: str) -> list[types.FunctionType]:
     """The functions of a hook, and those of objects in attributes of its owner, where it names both."""
     found = functions_of(owner, hook)
     names = {name for function in found for name in names_in(function.__code__)}
-    for holder in _holders(owner)[1:]:
-        if any(value is holder for name, value in vars(owner).items() if name in names):
+    for attribute, holder in _holders(owner).items():
+        if attribute in names:
             found += [each for method in _methods(holder) if method in names for each in functions_of(holder, method)]
     return found
 
@@ -186,10 +194,15 @@ def _kept(holder: Any) -> set[str]:
     for method in dict.fromkeys(_methods(holder)):
         functions = functions_of(holder, method)
         if any(not _BY_NAME.isdisjoint(names_in(function.__code__)) for function in functions):
-            definitions = [definition for function in functions if (definition := definition_of(function)) is not None]
-            nodes = [node for definition in definitions for node in ast.walk(definition)]
-            found |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+            found |= {name for function in functions for name in _attributes_of_arguments(function)}
     return {name for name in found - _KNOWN if not callable(getattr(type(holder), name, None))}
+
+
+def _attributes_of_arguments(function: types.FunctionType) -> Iterator[str]:
+    definition, arguments = definition_of(function), function.__code__.co_varnames[: function.__code__.co_argcount]
+    for node in ast.walk(definition) if definition is not None else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in arguments:
+            yield node.attr
 
 
 def _refuse_written(hook: str, functions: list[types.FunctionType], kept: set[str]) -> None:
@@ -207,8 +220,8 @@ def _refuse_written(hook: str, functions: list[types.FunctionType], kept: set[st
                     line = function.__code__.co_firstlineno + call.lineno - 1
                     raise RuntimeError(
                         f"`{hook}` goes over weights and writes `{written[0]}` into a file "
-                        f"({function.__code__.co_filename}:{line}): under a pipeline each stage has just updated the "
-                        "entries of its own weights there, and would write old ones of others. Write it in another "
-                        "hook, such as `on_train_epoch_end`, or in `on_save_checkpoint` into the checkpoint, where all "
-                        "of it is known; or use `pipeline_parallel_size=1`."
+                        f"({function.__code__.co_filename}:{line}), but under a pipeline a stage has the entries of "
+                        "its own weights there, and old ones of others. Write it in a hook that does not go over "
+                        "weights, where all entries are known, or put it into the checkpoint in `on_save_checkpoint`; "
+                        "or use `pipeline_parallel_size=1`."
                     )

@@ -114,6 +114,11 @@ class LogRouting(Replacement):
             raise
         self._of_updates.flush(self._module, self)
 
+    def end_training(self) -> None:
+        """Hand round what hooks keep by name; collective."""
+        if self._kept is not None:
+            self._kept.settle()
+
     def release(self) -> None:
         """Give the module its ``log``, metrics and hooks back."""
         for hooks in (self._keys, self._kept, self._held_hooks):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.strategy.carried.by_name import ByName, Table
+from lightning_megatron.strategy.carried.under_names import ByName, Table
 from lightning_megatron.strategy.saving.model_state import PartOfState
 from lightning_megatron.strategy.saving.resume import gather_to_first
 

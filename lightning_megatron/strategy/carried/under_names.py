@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +35,7 @@ Places = Mapping[Any, Table]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ToldEntry:
     """What a stage tells of one entry.
 
     Attributes:
@@ -86,7 +85,7 @@ class ByName:
                 found[place] = common[0]
         return found
 
-    def own(self, start: str, table: Table) -> dict[str, Entry]:
+    def own(self, start: str, table: Table) -> dict[str, ToldEntry]:
         """The entries of a dictionary whose weights this stage has, and no stage before it."""
         found = {}
         for key, value in table.items():
@@ -94,7 +93,7 @@ class ByName:
             told = name in self._entries and self._owner(name) == self._stage
             if told and all(map(_can_be_told, leaves)):
                 on_device = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
-                found[key] = Entry(map_tensors(value, lambda tensor: tensor.detach().cpu()), on_device)
+                found[key] = ToldEntry(map_tensors(value, lambda tensor: tensor.detach().cpu()), on_device)
         return found
 
     def is_here(self, start: str, key: str) -> bool:
@@ -185,6 +184,7 @@ def _can_be_told(leaf: Any) -> bool:
 def _digest(value: Any) -> str:
     """Tells values apart."""
     try:
-        return hashlib.sha256(pickle.dumps(map_tensors(value, lambda tensor: tensor.detach().cpu()))).hexdigest()
+        told = objects.encode(map_tensors(value, lambda tensor: tensor.detach().cpu()))
+        return hashlib.sha256(told.numpy().data).hexdigest()
     except Exception:  # of the user's own, which cannot be pickled
         return ""
