@@ -124,17 +124,17 @@ class AveragedState(Over):
             self.averages[name].lerp_(value, 0.3)
 
 
-class LogsByName(Over):
-    """Follows each weight by its name, and logs a number of what it has."""
+class LogsByPairs(Over):
+    """Follows each weight under keys that are not its name alone, and logs a number of what it has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.__dict__["averages"] = {name: value.detach().double() for name, value in self.named_parameters()}
+        self.__dict__["averages"] = {(name, 0): value.detach().double() for name, value in self.named_parameters()}
 
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
         for name, parameter in self.named_parameters():
-            self.averages[name].lerp_(parameter, 1e-6)
+            self.averages[name, 0].lerp_(parameter, 1e-6)
 
     def on_train_epoch_end(self) -> None:
         self.log("averages", sum(float(value.square().sum()) for value in self.averages.values()))
@@ -340,7 +340,7 @@ KINDS: dict[str, type[Over]] = {
         AveragedByPlace,
         AveragedLater,
         AveragedState,
-        LogsByName,
+        LogsByPairs,
         LogsSeconds,
         Scaled,
         Auto,

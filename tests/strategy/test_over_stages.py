@@ -101,7 +101,7 @@ def test_a_norm_of_another_stages_layer_is_no_zero_in_a_step_by_hand() -> None:
 
 def test_a_number_that_ranks_do_not_have_alike_is_told_of_unless_each_has_measured_it() -> None:
     run_trainers(over.run, (2, 1), {}, "LogsSeconds", devices=2)
-    for outcome in run_trainers(over.run, (2, 1), {}, "LogsByName", devices=2, check=False, grace=20.0):
+    for outcome in run_trainers(over.run, (2, 1), {}, "LogsByPairs", devices=2, check=False, grace=20.0):
         said = f"{outcome.error}{outcome.output}"
         assert "`averages`, logged in `on_train_epoch_end`, differs between the ranks" in said or outcome.rank, said
 

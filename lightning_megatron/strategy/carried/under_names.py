@@ -75,14 +75,16 @@ class ByName:
         Raises:
             RuntimeError: several starts fit, and the stages have unlike entries.
         """
-        told = objects.gather(self._about(places) or None, self._group)
+        told = dict(objects.gather((self._stage, self._about(places)), self._group))
         found: dict[Any, str] = {}
-        for place in dict.fromkeys(place for each in told for place in each or ()):
-            filled = [each[place] for each in told if each and place in each and each[place][1]]
-            common = [start for start in self._starts if filled and all(start in starts for starts, _ in filled)]
+        for place in dict.fromkeys(place for each in told.values() for place in each):
+            filled = {stage: each[place] for stage, each in told.items() if place in each and each[place][1]}
+            common = [start for start in self._starts if filled and all(start in s for s, _ in filled.values())]
             if common:
-                self._refuse_unlike(place, common, [digests for _, digests in filled])
-                found[place] = common[0]
+                digests = {stage: each for stage, (_, each) in filled.items()}
+                self._refuse_unlike(place, common, list(digests.values()))
+                theirs = (start for start in common if self._are_with_owners(start, digests))
+                found[place] = next(theirs, common[0])
         return found
 
     def own(self, start: str, table: Table) -> dict[str, ToldEntry]:
@@ -152,6 +154,12 @@ class ByName:
 
     def _owners(self, start: str, keys: Iterable[str]) -> list[int]:
         return [self._owner(name) for key in keys if (name := f"{start}{key}") in self._entries]
+
+    def _are_with_owners(self, start: str, keys: Mapping[int, Iterable[str]]) -> bool:
+        """Whether each of some keys is in the dictionary of the stage that has the weight."""
+        everywhere = {key for each in keys.values() for key in each}
+        names = {key: name for key in everywhere if (name := f"{start}{key}") in self._entries}
+        return all(key in keys.get(self._owner(name), ()) for key, name in names.items())
 
     def _owner(self, name: str) -> int:
         return min(self._entries[self._source(name)].stages)
