@@ -136,6 +136,12 @@ def samples_of(batch: Any, start: int, stop: int) -> Any:
     return _slice(batch, batch_size_of(batch), itemgetter(slice(start, stop)), stop - start)
 
 
+def map_rows(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Rebuild a batch with ``function`` applied to what is cut along its samples: tensors, and lists such as texts."""
+    size = batch_size_of(batch)
+    return _slice(batch, size, function, size)
+
+
 def twice(batch: Any) -> Any:
     """All samples of ``batch``, and all of them again."""
 

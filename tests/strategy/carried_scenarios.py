@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
@@ -129,6 +130,36 @@ class Frequencies(Carries):
         for word in y[:, 0].tolist():
             self.seen[word] = self.seen.get(word, 0) + 1
         return (rare * F.cross_entropy(self.head(self.features(x)), y[:, 0], reduction="none")).mean()
+
+
+class BySource(Carries):
+    """Counts texts that come with the samples, and numbers of an array."""
+
+    kept = ("sources", "numbers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources, self.numbers = Counter[str](), Counter[int]()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        loader = super().train_dataloader()
+        return DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=_with_sources)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x, y, sources, numbers = batch
+        seen = [(self.sources[source], self.numbers[number]) for source, number in zip(sources, numbers, strict=True)]
+        rare = torch.tensor([1.0 / (1 + source + number) for source, number in seen], dtype=torch.float64)
+        self.sources.update(sources)
+        self.numbers.update(numbers.tolist())
+        each = F.cross_entropy(self.head(self.features(x)), y[:, 0], reduction="none")
+        loss = (rare * each).mean()
+        self.log("loss", loss.detach())
+        return loss
+
+
+def _with_sources(samples: list[tuple[Tensor, Tensor]]) -> Any:
+    x, y = (torch.stack(tensors) for tensors in zip(*samples, strict=True))
+    return x, y, [f"{word % 3}" for word in y[:, 0].tolist()], y[:, 1].numpy()
 
 
 class Replay(Carries):
@@ -309,7 +340,21 @@ class ByHandGathered(ByHand):
         return super().mean_of(self.all_gather(z).reshape(-1, VOCABULARY))  # type: ignore[union-attr]
 
 
-_KINDS = (Codebook, Queue, Peak, SetBack, Frequencies, Replay, Centre, Counts, Several, OfClass, Stopwatch, Remembers)
+_KINDS = (
+    Codebook,
+    Queue,
+    Peak,
+    SetBack,
+    Frequencies,
+    BySource,
+    Replay,
+    Centre,
+    Counts,
+    Several,
+    OfClass,
+    Stopwatch,
+    Remembers,
+)
 _UNLIKE = (Rare, RareGathered, FirstRank, ByHand, ByHandGathered)
 CARRIES: dict[str, type[Rows]] = {kind.__name__: kind for kind in _KINDS}
 WRITES_UNLIKE: dict[str, type[Rows]] = {kind.__name__: kind for kind in _UNLIKE}

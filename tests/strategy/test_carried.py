@@ -61,7 +61,7 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 2), {"micro_batch_size": 1, "micro_batch_loss_weight": samples}),
 ]
 EVERYDAY = {(name, 0) for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts", "Several", "OfClass")}
-EVERYDAY |= {("Codebook", 1), ("SetBack", 1), ("Queue", 7), ("Counts", 8)}
+EVERYDAY |= {("Codebook", 1), ("SetBack", 1), ("Queue", 7), ("Counts", 8), ("BySource", 1)}
 PASSES = "each step runs once more before, forward only, on the samples of all replicas"
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if (name, number) in EVERYDAY else WIDE)
@@ -145,7 +145,7 @@ def test_what_a_step_writes_on_one_rank_by_its_number_ends_no_run() -> None:
 
 def test_what_a_step_may_write_is_looked_at_in_every_step() -> None:
     module = _Writer()
-    carried = SimpleNamespace(ways={}, clocks=set(), seen=set())
+    carried = SimpleNamespace(ways={}, passed=frozenset(), clocks=set(), seen=set())
     replicas: Any = SimpleNamespace(carried=carried, comes_together=lambda _: False)
     writes = UnlikeWrites(module, torch.device("cpu"), replicas)
     for step in range(1, 8):

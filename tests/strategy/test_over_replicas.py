@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lightning_megatron.strategy.data.joined_batches import in_order, joined_batches
 from lightning_megatron.strategy.loss.over_replicas import samples_in
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, count_as_one_process, differences, trainer_for
@@ -165,3 +167,17 @@ def test_batches_that_cannot_be_tried_are_looked_at_now_and_then() -> None:
 )
 def test_samples_are_taken_apart_where_no_numbers_point_at_others(batch: Any, samples: int) -> None:
     assert samples_in(batch) == samples
+
+
+def test_batches_are_joined_with_lists_and_arrays_of_their_samples() -> None:
+    one = {"x": torch.ones(2, 3), "text": ["a", "b"], "n": np.arange(2), "ragged": [torch.ones(2), torch.ones(3)]}
+    other = {"x": torch.zeros(1, 3), "text": ["c"], "n": np.array([7]), "ragged": [torch.ones(1)]}
+    both = joined_batches(one, {**one, "text": ["c", "d"]})
+    assert both["x"].shape == (4, 3) and both["text"] == ["a", "b", "c", "d"] and both["n"].tolist() == [0, 1, 0, 1]
+    assert [len(each) for each in both["ragged"]] == [2, 3, 2, 3]
+    assert in_order(both, [0, 2, 1, 3])["text"] == ["a", "c", "b", "d"]
+    assert joined_batches(one, other) is None, "a list of one tensor is not told from a tensor of the batch"
+    del one["ragged"], other["ragged"]
+    assert joined_batches(one, other)["n"].tolist() == [0, 1, 7]
+    assert joined_batches(one, {**other, "x": torch.zeros(1, 4)}) is None
+    assert joined_batches(one, {**other, "n": torch.ones(1)}) is None

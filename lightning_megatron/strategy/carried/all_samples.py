@@ -33,12 +33,13 @@ from lightning_megatron.pipeline.elsewhere.reachable import names_in
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, refill
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.data.joined_batches import in_order, joined_batches
 from lightning_megatron.strategy.evaluation.value_of_replicas import KeptValue
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.hooks.backward_code import takes_gradients
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.step_logs import no_logs
-from lightning_megatron.strategy.loss.over_replicas import OverReplicas, joined
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.tables import Name, Table, found_again, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
@@ -127,6 +128,7 @@ class AllSamples:
             RuntimeError: the batches of the replicas cannot be joined, or the step does not run on them at once.
         """
         self._slots, names = {}, self._replicas.carried.ways
+        self._replicas.carried.passed = frozenset()
         if not names:
             return
         if self._replicas.hand_over is not None:
@@ -135,6 +137,7 @@ class AllSamples:
         traces = Traces(self._module, beside=True) if passes or not self._tables.keys() >= names.keys() else None
         if passes and traces is not None:
             written = self._written(call, self._joined(batch, names), traces, names)
+            self._replicas.carried.passed = frozenset(written)
         every = dict.fromkeys([*names, *written])
         held = {name for name in every if name[1] is not None and (spelled(name), None) in every}
         every = {name: None for name in every if name in written or name not in held}  # a list that stays where it is
@@ -195,13 +198,12 @@ class AllSamples:
         told = objects.gather(map_tensors(batch, lambda tensor: tensor.detach().cpu()), self._replicas.group)
         whole: Any = told[0]
         for other in told[1:]:
-            whole = None if whole is None else joined(whole, other)
+            whole = None if whole is None else joined_batches(whole, other)
         if not all(objects.gather(whole is not None, self._context.mesh.group("world"))):
             self._refuse(names, "their batches cannot be joined, as their samples are of unlike sizes")
         sizes = [batch_size_of(each) for each in told]
         if len(set(sizes)) == 1 and deals_in_turns(self._module):
-            order = torch.arange(sum(sizes)).view(len(sizes), -1).t().flatten()
-            whole = map_tensors(whole, lambda tensor: tensor[order] if tensor.shape[:1] == order.shape else tensor)
+            whole = in_order(whole, torch.arange(sum(sizes)).view(len(sizes), -1).t().flatten().tolist())
         return map_tensors(whole, lambda tensor: tensor.to(self._context.device))
 
     def _written(

@@ -42,6 +42,7 @@ class Carried:
         ways: name -> how what the replicas have written comes together in each step; "" where that is not certain.
         seen: names of what trials have seen to be written.
         rows: names of what has a row for each sample, as trials have seen.
+        passed: names of what a pass on the samples of all replicas writes in this step.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
@@ -51,6 +52,7 @@ class Carried:
         self._here: dict[Name, Kinds] = {}
         self._known: dict[Name, Kinds] = {}
         self.ways: dict[Name, Any] = {}
+        self.passed = frozenset[Name]()
 
     def judge(
         self,

@@ -207,7 +207,8 @@ class UnlikeWrites:
 
     def _is_known(self, name: Name) -> bool:
         carried: Carried = self._replicas.carried
-        comes = self._replicas.comes_together(name) or sendable(name, self._module) in carried.ways
+        said = sendable(name, self._module)
+        comes = self._replicas.comes_together(name) or said in carried.ways or said in carried.passed
         return comes or name[1] in carried.clocks
 
     def _is_far(self, name: Name, now: Any) -> bool:

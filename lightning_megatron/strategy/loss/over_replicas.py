@@ -33,6 +33,7 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.strategy.carried.behind_conditions import BehindConditions
 from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOfPieces
+from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried, unlike_pair
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
@@ -283,7 +284,7 @@ class OverReplicas:
         told = objects.gather(map_tensors(batch, Tensor.cpu), self.group)
         first = unlike_pair(told[0], told)
         one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told[first : first + 2])
-        both = joined(one, other)
+        both = joined_batches(one, other)
         found = both is not None and all(objects.gather(both is not None, world))
         return TriedParts(both, [one, other], batch_size_of(batch), borrowed=first) if found else None
 
@@ -308,29 +309,6 @@ def samples_in(batch: Any) -> int:
             ):
                 return 0
     return size
-
-
-def joined(one: Any, other: Any) -> Any:
-    """The samples of two batches in one, if their samples are alike; else ``None``.
-
-    Example:
-        Tokens [1, 9] and [1, 9] give [2, 9]; [1, 9] and [1, 7] give nothing.
-    """
-    size, further = batch_size_of(one), batch_size_of(other)
-    tensors: list[Tensor] = []
-    map_tensors(other, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    left, fits = iter(tensors), True
-
-    def join(tensor: Tensor) -> Tensor:
-        nonlocal fits
-        beside = next(left, tensor)
-        if tensor.dim() == 0 or len(tensor) != size:
-            return tensor
-        fits &= beside.shape[:1] == (further,) and beside.shape[1:] == tensor.shape[1:]
-        return torch.cat((tensor, beside)) if fits else tensor
-
-    both = map_tensors(one, join)
-    return both if fits else None
 
 
 def unlike_values(values: Mapping[Name, list[Any]], group: dist.ProcessGroup) -> list[Name]:

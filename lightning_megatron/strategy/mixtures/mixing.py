@@ -32,9 +32,10 @@ from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, d
 from lightning_megatron.experts.routers import mixtures_of, routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
-from lightning_megatron.strategy.loss.over_replicas import SeesGroup, joined
+from lightning_megatron.strategy.loss.over_replicas import SeesGroup
 from lightning_megatron.strategy.mixtures.counts_first import CountsFirst
 from lightning_megatron.strategy.recheck import is_due
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -216,7 +217,7 @@ class MixingTrials:
             return []
         told = objects.gather(map_tensors(batch, Tensor.cpu), self._mesh.group("data_parallel"))[:2]
         one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told)
-        both = joined(one, other)
+        both = joined_batches(one, other)
         return [] if both is None else [one, other, both]
 
     def close(self) -> None:
