@@ -121,6 +121,44 @@ class Shadow(Callback):
         self.shadow = state_dict["shadow"]
 
 
+class OtherKeys(Task):
+    """Averages under names with a start of their own, and squares of gradients under names without dots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = {f"ema.{name}": p.detach().clone() for name, p in self.named_parameters()}
+        self.squares: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, _: Any) -> None:
+        for name, p in self.named_parameters():
+            self.shadow["ema." + name].lerp_(p, 0.1)
+            key = name.replace(".", "_")
+            self.squares[key] = self.squares.get(key, 0.0) + p.grad**2  # type: ignore[operator]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("squares", sum(value.sum() for value in self.squares.values()))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"], checkpoint["averages"] = self.shadow, self.squares
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.shadow, self.squares = checkpoint["shadow"], checkpoint["averages"]
+
+
+class OneLayer(Task):
+    """Keeps averages of the first layer under names that all layers have."""
+
+    def on_fit_start(self) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in self.layers[0].named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        average(self.shadow, self.layers[0])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"] = self.shadow
+
+
 class ByCallback(Task):
     """Has its averages kept by a callback."""
 
@@ -162,7 +200,8 @@ class WritesAtOnce(InTheModule):
 
 
 KINDS: dict[str, type[Task]] = {
-    each.__name__: each for each in (InTheModule, OfAStage, InAnObject, ByCallback, Twins, WritesAtOnce)
+    each.__name__: each
+    for each in (InTheModule, OfAStage, InAnObject, OtherKeys, OneLayer, ByCallback, Twins, WritesAtOnce)
 }
 EPOCHS = 2
 

@@ -19,11 +19,11 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], int]] = {
     "pp2xdp2": ((2, 2), {}, 4),
     "pp3": ((3, 1), {}, 3),
 }
-SAVING = ["InTheModule", "OfAStage", "InAnObject", "ByCallback"]
+SAVING = ["InTheModule", "OfAStage", "InAnObject", "OtherKeys", "ByCallback"]
 EVERY_DAY = {("InTheModule", "zb-v"), ("ByCallback", "pp2")}
 ROWS = [
     pytest.param(kind, layout, marks=[] if (kind, layout) in EVERY_DAY else pytest.mark.wide)
-    for kind in SAVING
+    for kind in [*SAVING, "OneLayer"]
     for layout in LAYOUTS
 ]
 

@@ -31,7 +31,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.presence import Presence
-from lightning_megatron.strategy.carried.under_names import ByName, Table, ToldEntry
+from lightning_megatron.strategy.carried.under_names import ByName, KeyForm, Table, ToldEntry
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, names_in
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -110,13 +110,13 @@ class KeptByName:
     def _fill(self, found: Iterator[tuple[str, Table]], *, adds: bool = True) -> list[tuple[Table, Table]]:
         """Put what other stages have told into dictionaries; of each, what was there before of what is not kept."""
         tables = dict(found)
-        starts = self._by_name.starts(tables)
-        here = [place for place in tables if place in starts]
-        told = objects.gather({p: self._by_name.own(starts[p], tables[p]) for p in here}, self._group) if starts else []
+        forms = self._by_name.forms(tables)
+        here = [place for place in tables if place in forms]
+        told = objects.gather({p: self._by_name.own(forms[p], tables[p]) for p in here}, self._group) if forms else []
         before = []
         for place in here:
             others = {key: entry for each in told for key, entry in each.get(place, {}).items()}
-            before.append((tables[place], self._put(tables[place], starts[place], others, adds)))
+            before.append((tables[place], self._put(tables[place], forms[place], others, adds)))
         return before
 
     def _put_back(self, before: list[tuple[Table, Table]]) -> None:
@@ -136,11 +136,11 @@ class KeptByName:
                     if isinstance(found := vars(holder).get(name), dict):
                         yield ".".join(filter(None, (start, attribute, name))), found
 
-    def _put(self, table: Table, start: str, told: dict[str, ToldEntry], adds: bool) -> Table:
+    def _put(self, table: Table, form: KeyForm, told: dict[str, ToldEntry], adds: bool) -> Table:
         """Renew entries, and add others, in the order of one process; what was there before that is not written to."""
         before: Table = {}
         for key, entry in told.items():
-            if self._by_name.is_here(start, key):
+            if self._by_name.is_here(form, key):
                 continue
             old, value = table.get(key, _NONE), entry.here(self._module.device)
             if type(old) is Tensor and isinstance(value, Tensor) and old.shape == value.shape:
@@ -149,7 +149,7 @@ class KeptByName:
             elif adds or key in table:
                 before[key], table[key] = old, value
         if before:
-            ordered = self._by_name.ordered(start, table.items())
+            ordered = self._by_name.ordered(form, table.items())
             table.clear()
             table.update(ordered)
         return before

@@ -6,9 +6,9 @@ weights of, so of the others it has no entry, or an old one::
     stage 0   {"embed.weight": new, "head.weight": old}   ┐
     stage 1   {"head.weight": new}                        ┘ ── told ──▶  {"embed.weight": new, "head.weight": new}
 
-Names may lack the start that all of them share (``self.net.named_parameters()``). The keys that the stages have tell
-it, and the shapes. Where several starts fit, whose weights are on other stages each, nobody knows which entry is right:
-alike ones are, and others are refused.
+Keys may lack the start that all names share (``self.net.named_parameters()``), have one of their own (``ema.``), and a
+``_`` where names have dots. The keys that the stages have tell it, and the shapes. Where several forms fit, of weights
+that are on other stages each, nobody knows which entry is right: alike ones are, and others are refused.
 """
 
 from __future__ import annotations
@@ -51,6 +51,21 @@ class ToldEntry:
         return map_tensors(self.value, lambda tensor: tensor.to(device)) if self.on_device else self.value
 
 
+@dataclass(frozen=True)
+class KeyForm:
+    """How the keys of a dictionary are made of names.
+
+    Attributes:
+        lacks: the start of the names that they lack.
+        adds: the start that they have instead.
+        joined: whether they have ``_`` for dots.
+    """
+
+    lacks: str = ""
+    adds: str = ""
+    joined: bool = False
+
+
 class ByName:
     """Puts dictionaries together.
 
@@ -63,102 +78,124 @@ class ByName:
         self._entries, self._copies, self._stage = presence.entries, presence.copies, presence.stage
         self._group = group
         ends = {name[: at + 1] for name in self._entries for at, letter in enumerate(name) if letter == "."}
-        self._starts = ["", *sorted(ends, key=lambda start: (start.count("."), start))]
+        self._forms = [KeyForm(), *map(KeyForm, sorted(ends, key=lambda start: (start.count("."), start)))]
+        self._joined = {name.replace(".", "_"): name for name in self._entries}
         self._order = {name: place for place, name in enumerate(self._entries)}
 
-    def starts(self, places: Places) -> dict[Any, str]:
-        """What the keys of each dictionary lack as names of weights, for those whose keys are such; collective.
+    def forms(self, places: Places) -> dict[Any, KeyForm]:
+        """How the keys of each dictionary are made of names of weights, for those whose keys are such; collective.
 
         Args:
             places: the dictionaries of this stage, each where all stages have it. Stages need not have all of them.
 
         Raises:
-            RuntimeError: several starts fit, and the stages have unlike entries.
+            RuntimeError: several forms fit, and the stages have unlike entries.
         """
         told = dict(objects.gather((self._stage, self._about(places)), self._group))
-        found: dict[Any, str] = {}
+        found: dict[Any, KeyForm] = {}
         for place in dict.fromkeys(place for each in told.values() for place in each):
             filled = {stage: each[place] for stage, each in told.items() if place in each and each[place][1]}
-            common = [start for start in self._starts if filled and all(start in s for s, _ in filled.values())]
+            fitting = [forms for forms, _ in filled.values()]
+            common = [form for form in (fitting or [[]])[0] if all(form in forms for forms in fitting)]
             if common:
                 digests = {stage: each for stage, (_, each) in filled.items()}
                 self._refuse_unlike(place, common, list(digests.values()))
-                theirs = (start for start in common if self._are_with_owners(start, digests))
+                theirs = (form for form in common if self._are_with_owners(form, digests))
                 found[place] = next(theirs, common[0])
         return found
 
-    def own(self, start: str, table: Table) -> dict[str, ToldEntry]:
+    def own(self, form: KeyForm, table: Table) -> dict[str, ToldEntry]:
         """The entries of a dictionary whose weights this stage has, and no stage before it."""
         found = {}
         for key, value in table.items():
-            name, leaves = f"{start}{key}", pytree.tree_leaves(value)
-            told = name in self._entries and self._owner(name) == self._stage
+            name, leaves = self._name(form, key), pytree.tree_leaves(value)
+            told = name is not None and self._owner(name) == self._stage
             if told and all(map(_can_be_told, leaves)):
                 on_device = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
                 found[key] = ToldEntry(map_tensors(value, lambda tensor: tensor.detach().cpu()), on_device)
         return found
 
-    def is_here(self, start: str, key: str) -> bool:
+    def is_here(self, form: KeyForm, key: str) -> bool:
         """Whether this stage has the weight of an entry."""
-        entry = self._entries.get(self._source(f"{start}{key}"))
-        return entry is None or self._stage in entry.stages
+        name = self._name(form, key)
+        return name is None or self._stage in self._entries[self._source(name)].stages
 
-    def ordered(self, start: str, items: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    def ordered(self, form: KeyForm, items: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Entries in the order of the weights in one process, others after them."""
-        return sorted(items, key=lambda item: self._order.get(f"{start}{item[0]}", len(self._order)))
+        return sorted(items, key=lambda item: self._order.get(self._name(form, item[0]) or "", len(self._order)))
 
     def merged(self, places: Places, gather: Callable[[Any], Iterable[Any]]) -> dict[Any, Table]:
         """New dictionaries with the entries of all stages, on the ranks that ``gather`` gives these; collective."""
-        starts = self.starts(places)
-        if not starts:
+        forms = self.forms(places)
+        if not forms:
             return {}
-        own = {place: self.own(starts[place], table) for place, table in places.items() if place in starts}
+        own = {place: self.own(forms[place], table) for place, table in places.items() if place in forms}
         found: dict[Any, Table] = {}
         for told in gather(own):
             for place, entries in told.items():
                 if place in places:
-                    values = {
-                        key: entry.value for key, entry in entries.items() if not self.is_here(starts[place], key)
-                    }
+                    values = {key: entry.value for key, entry in entries.items() if not self.is_here(forms[place], key)}
                     found.setdefault(place, dict(places[place])).update(values)
-        return {place: self._like(places[place], starts[place], table) for place, table in found.items()}
+        return {place: self._like(places[place], forms[place], table) for place, table in found.items()}
 
-    def _like(self, table: Table, start: str, entries: Table) -> Table:
+    def _like(self, table: Table, form: KeyForm, entries: Table) -> Table:
         made = copy.copy(table)
         made.clear()
-        made.update(self.ordered(start, entries.items()))
+        made.update(self.ordered(form, entries.items()))
         return made
 
-    def _about(self, places: Places) -> dict[Any, tuple[list[str], dict[str, str]]]:
-        """The starts that fit each dictionary, and its keys, with what is under them where that may have to be known;
+    def _about(self, places: Places) -> dict[Any, tuple[list[KeyForm], dict[str, str]]]:
+        """The forms that fit each dictionary, and its keys, with what is under them where that may have to be known;
         nothing of one that is about other things.
         """
-        found: dict[Any, tuple[list[str], dict[str, str]]] = {}
+        found: dict[Any, tuple[list[KeyForm], dict[str, str]]] = {}
         for place, table in places.items():
             if not all(isinstance(key, str) for key in table):
                 continue
-            starts = [start for start in self._starts if table and self._fits(start, table)]
-            alike = [start for start in starts if self._has_shapes(start, table)]
-            if starts or not table:
-                several = len({tuple(self._owners(start, table)) for start in alike or starts}) > 1
-                found[place] = alike or starts, {key: _digest(value) if several else "" for key, value in table.items()}
+            forms = [form for form in self._forms if table and self._fits(form, table)]
+            forms = forms or [form for form in self._other_forms(table) if self._fits(form, table)]
+            alike = [form for form in forms if self._has_shapes(form, table)]
+            if forms or not table:
+                several = len({tuple(self._owners(form, table)) for form in alike or forms}) > 1
+                found[place] = alike or forms, {key: _digest(value) if several else "" for key, value in table.items()}
         return found
 
-    def _fits(self, start: str, table: Iterable[str]) -> bool:
-        names = (f"{start}{key}" in self._entries for key in table)
-        return all(names) if start else any(names)
+    def _other_forms(self, table: Table) -> list[KeyForm]:
+        """Forms with another start or without dots that fit a key."""
+        key = next(iter(table), "")
+        ends = [(name, False) for name in self._entries] + [(name, True) for name in self._joined]
+        found = {KeyForm("", key.removesuffix(end), joined) for end, joined in ends if key.endswith(end)}
+        return sorted(found, key=lambda form: (len(form.adds), form.joined))
 
-    def _has_shapes(self, start: str, table: Table) -> bool:
-        tensors = {f"{start}{key}": v for key, v in table.items() if isinstance(v, Tensor) and v.dim()}
-        return all(self._entries[name].twin.shape == v.shape for name, v in tensors.items() if name in self._entries)
+    def _name(self, form: KeyForm, key: str) -> str | None:
+        """The weight that a key means."""
+        if not key.startswith(form.adds):
+            return None
+        name = f"{form.lacks}{key.removeprefix(form.adds)}"
+        if form.joined:
+            return self._joined.get(name)
+        return name if name in self._entries else None
 
-    def _owners(self, start: str, keys: Iterable[str]) -> list[int]:
-        return [self._owner(name) for key in keys if (name := f"{start}{key}") in self._entries]
+    def _names(self, form: KeyForm, keys: Iterable[str]) -> list[str]:
+        return [name for key in keys if (name := self._name(form, key)) is not None]
 
-    def _are_with_owners(self, start: str, keys: Mapping[int, Iterable[str]]) -> bool:
+    def _fits(self, form: KeyForm, table: Table) -> bool:
+        if form != KeyForm() and self._name(form, next(iter(table))) is None:
+            return False
+        fitting = len(self._names(form, table))
+        return fitting == len(table) or (form == KeyForm() and fitting > 0)
+
+    def _has_shapes(self, form: KeyForm, table: Table) -> bool:
+        tensors = {self._name(form, key): v for key, v in table.items() if isinstance(v, Tensor) and v.dim()}
+        return all(name is None or self._entries[name].twin.shape == v.shape for name, v in tensors.items())
+
+    def _owners(self, form: KeyForm, keys: Iterable[str]) -> list[int]:
+        return [self._owner(name) for name in self._names(form, keys)]
+
+    def _are_with_owners(self, form: KeyForm, keys: Mapping[int, Iterable[str]]) -> bool:
         """Whether each of some keys is in the dictionary of the stage that has the weight."""
         everywhere = {key for each in keys.values() for key in each}
-        names = {key: name for key in everywhere if (name := f"{start}{key}") in self._entries}
+        names = {key: name for key in everywhere if (name := self._name(form, key)) is not None}
         return all(key in keys.get(self._owner(name), ()) for key, name in names.items())
 
     def _owner(self, name: str) -> int:
@@ -169,14 +206,14 @@ class ByName:
         source = self._copies.source_of(name)
         return name if source is None or source not in self._entries else source
 
-    def _refuse_unlike(self, place: Any, starts: list[str], told: list[dict[str, str]]) -> None:
+    def _refuse_unlike(self, place: Any, forms: list[KeyForm], told: list[dict[str, str]]) -> None:
         keys = list(dict.fromkeys(key for each in told for key in each))
-        if len({tuple(self._owners(start, keys)) for start in starts}) == 1:
+        if len({tuple(self._owners(form, keys)) for form in forms}) == 1:
             return
         unlike = [key for key in keys if len({each[key] for each in told if key in each}) > 1]
         if unlike or any(set(each) != set(keys) for each in told):
             key = unlike[0] if unlike else keys[0]
-            named = " or ".join(f"`{start}{key}`" for start in starts[:3])
+            named = " or ".join(f"`{self._name(form, key)}`" for form in forms[:3])
             where = ".".join(map(str, place)) if isinstance(place, tuple) else place
             raise RuntimeError(
                 f"`{where}` has an entry `{key}`, under which something of {named} may be kept, which are on other "

@@ -29,7 +29,7 @@ def with_all_stages(checkpoint: Mapping[str, Any], presence: Presence, mesh: Par
     """A checkpoint in which what is under names of weights has the entries of all stages, on global rank 0; collective.
 
     Raises:
-        RuntimeError: see :meth:`.ByName.starts`.
+        RuntimeError: see :meth:`.ByName.forms`.
     """
     stages = mesh.layout.pipeline
     if stages == 1:
