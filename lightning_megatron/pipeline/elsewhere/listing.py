@@ -125,9 +125,9 @@ class Unread(Tensor):
                 "parts are exchanged; or use `pipeline_parallel_size=1`."
             )
         raise RuntimeError(
-            f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so a sum "
-            "over them would be wrong. Use the optimizer's `weight_decay` instead of a penalty in the loss, or "
-            "`pipeline_parallel_size=1`."
+            f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so what it "
+            "makes of all (a sum, gradients by them, weights of an inner loop) would be wrong. Use the optimizer's "
+            "`weight_decay` instead of a penalty in the loss, and `pipeline_parallel_size=1` for anything else."
         )
 
 
