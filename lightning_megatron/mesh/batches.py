@@ -56,16 +56,16 @@ def _size_of_plain(batch: Any) -> int | None:
 def _first_size(batch: Any) -> int | None:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
-    if _is_ragged(batch):
+    if is_ragged(batch):
         return len(batch)
-    for child in _children(batch):
+    for child in parts_of(batch):
         size = _first_size(child)
         if size is not None:
             return size
     return None
 
 
-def _is_ragged(value: Any) -> bool:
+def is_ragged(value: Any) -> bool:
     """Whether ``value`` is a list with one tensor per sample, of different lengths."""
     if not isinstance(value, (list, tuple)) or len(value) < 2 or not all(isinstance(item, Tensor) for item in value):
         return False
@@ -74,17 +74,29 @@ def _is_ragged(value: Any) -> bool:
     return alike and any(item.shape[0] != first.shape[0] for item in value)
 
 
+def is_per_sample(value: Any, size: int) -> bool:
+    """Whether ``value`` is a list with one tensor for each of ``size`` samples; their lengths may all be the same."""
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != size
+        or not all(isinstance(each, Tensor) for each in value)
+    ):
+        return False
+    return is_ragged(value) or all(each.shape[:1] != (size,) for each in value)
+
+
 def _first_length(batch: Any) -> int | None:
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, _SCALARS) for item in batch):
         return len(batch)
-    for child in _children(batch):
+    for child in parts_of(batch):
         size = _first_length(child)
         if size is not None:
             return size
     return None
 
 
-def _children(batch: Any) -> Sequence[Any]:
+def parts_of(batch: Any) -> Sequence[Any]:
+    """What a list, mapping or dataclass holds; nothing of any other value."""
     if type(batch) is tuple or type(batch) is list:
         return batch
     if isinstance(batch, Mapping):
@@ -152,43 +164,12 @@ def twice(batch: Any) -> Any:
     return _slice(batch, size, lambda rows: rows * 2 if isinstance(rows, (list, tuple)) else doubled(rows), 2 * size)
 
 
-def is_alike(batch: Any, size: int, known: dict[int, int]) -> bool:
-    """Whether as many tensors of ``batch`` would be split as of the first batch.
-
-    When two loaders are combined into one batch, one may yield a shorter last batch. Its tensors then no longer have
-    the batch size of the other loader's, and would go unsplit to every micro-batch. The same happens to a tensor such
-    as class weights if its length is the batch size by chance. Such a batch had better stay whole.
-
-    Args:
-        batch: the user's batch.
-        size: its number of samples.
-        known: number of tensors in a batch -> number of them that are not split; updated.
-    """
-    lengths: list[int] = []
-    _add_lengths(batch, lengths)
-    uncut = 0
-    if lengths.count(size) != len(lengths):
-        lengths = [tensor.shape[0] for tensor in even_tensors(batch) if tensor.ndim]
-        uncut = len(lengths) - lengths.count(size)
-    return known.setdefault(len(lengths), uncut) == uncut
-
-
-def _add_lengths(batch: Any, found: list[int]) -> None:
-    """Append the size of dimension 0 of every tensor, including those in ragged lists; enough for most batches."""
-    if isinstance(batch, Tensor):
-        if batch.ndim:
-            found.append(batch.shape[0])
-        return
-    for child in _children(batch):
-        _add_lengths(child, found)
-
-
 def even_tensors(batch: Any) -> Iterator[Tensor]:
     """The tensors of a batch, but for those in lists of one tensor per sample."""
     if isinstance(batch, Tensor):
         yield batch
-    elif not _is_ragged(batch):
-        for child in _children(batch):
+    elif not is_ragged(batch):
+        for child in parts_of(batch):
             yield from even_tensors(child)
 
 
@@ -203,7 +184,7 @@ def _slice(value: Any, size: int, take: Callable[[Any], Any], count: int) -> Any
         fields = {f.name: _slice(getattr(value, f.name), size, take, count) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     if isinstance(value, (list, tuple)):
-        if len(value) == size and (_is_ragged(value) or _first_size(value) is None):
+        if is_per_sample(value, size) or (len(value) == size and _first_size(value) is None):
             return take(value)
         items = [_slice(item, size, take, count) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -263,7 +244,7 @@ def shape_signature(batch: Any) -> Any:
     """Shapes and dtypes of the tensors in ``batch``: the key under which stages remember activation shapes."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype)
-    return tuple(shape_signature(child) for child in _children(batch))
+    return tuple(shape_signature(child) for child in parts_of(batch))
 
 
 def checksum(batch: Any, samples: int = 1024) -> float | Tensor:
@@ -295,7 +276,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
             return found
     if isinstance(batch, Tensor):
         return [batch]
-    return [tensor for child in _children(batch) for tensor in tensors_of(child)]
+    return [tensor for child in parts_of(batch) for tensor in tensors_of(child)]
 
 
 def look_of(batch: Any) -> Any:

@@ -349,6 +349,46 @@ class Ragged(TokenTask):
         return (losses.sum(1) / (padded >= 0).sum(1)).mean()
 
 
+class OneLength(Ragged):
+    """All sequences of a batch are of one length by chance, and in some batches as many words long as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collated = 0
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        tokens, targets = super().collate(samples)
+        self.collated += self.trainer.training
+        if length := (0, 0, 5, len(samples))[self.collated % 4]:
+            tokens = [each["tokens"][:length] for each in samples]
+            targets = [each["targets"][:length] for each in samples]
+        return tokens, targets
+
+
+class OneLengthBeside(OneLength):
+    """The same, beside a tensor of the batch."""
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        return {"first": torch.stack([each["tokens"][0] for each in samples]), "pairs": super().collate(samples)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert len(batch["first"]) == len(batch["pairs"][0]), "cut alike"
+        return super().training_step(batch["pairs"], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch["pairs"], batch_idx)
+
+
 def ragged(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
     torch.manual_seed(3)
     return _fit(info, layout, arguments, Ragged())
+
+
+def ragged_of_one_length(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    torch.manual_seed(3)
+    return _fit(info, layout, arguments, OneLength())
+
+
+def ragged_beside(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> Any:
+    torch.manual_seed(3)
+    return _fit(info, layout, arguments, OneLengthBeside())

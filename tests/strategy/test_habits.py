@@ -19,6 +19,8 @@ SAME = [
     habits.unfrozen_later,
     habits.finetuned,
     habits.ragged,
+    habits.ragged_beside,
+    habits.ragged_of_one_length,
     habits.skipped,
 ]
 

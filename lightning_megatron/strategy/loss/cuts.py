@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, is_alike, split_batch
+from lightning_megatron.mesh.batches import auto_micro_batch_size, batch_size_of, split_batch
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.names import parent
@@ -21,6 +21,7 @@ from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.all_samples import AllSamples
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
+from lightning_megatron.strategy.data.alike import AlikeBatches
 from lightning_megatron.strategy.data.pointing import PointingBatches, has_numbers_beside
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
@@ -87,7 +88,7 @@ class Cuts:
     def __init__(self, context: StepContext) -> None:
         self._context, self._options, self._stages = context, context.options, context.stages
         self._layout = context.mesh.layout
-        self._uncut: dict[int, int] = {}
+        self._alike = AlikeBatches()
         self._said_unlike, self._pointing = False, PointingBatches()
         self._probed = False
         self._skips = Skips(context.module, alone=self._layout.data == 1)
@@ -148,12 +149,13 @@ class Cuts:
         """
         size = batch_size_of(batch)
         part = auto_micro_batch_size(size, self._layout.pipeline) if chosen == "auto" else int(chosen)
-        if alike and part < size and not is_alike(batch, size, self._uncut):
+        if alike and part < size and not self._alike.include(batch, size):
             if not self._said_unlike:
                 self._said_unlike = True
                 rank_zero_info(
                     "the tensors of a batch are not of one length where those of the first were, or the other way "
-                    "round, as where combined loaders end with batches of different sizes. Such batches run whole."
+                    "round, as where combined loaders end with batches of different sizes, or where the tensors of a "
+                    "list, one per sample, all are as long as there are samples. Such batches run whole."
                 )
             return [batch]
         return [batch] if alike and self._pointing.includes(batch, part) else split_batch(batch, part)
