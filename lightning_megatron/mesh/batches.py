@@ -28,7 +28,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ValueError: the batch holds neither.
     """
-    size = _size_of_plain(batch)
+    size = size_of_plain(batch)
     if size is None:
         size = _first_size(batch)
     if size is None:
@@ -41,7 +41,7 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def _size_of_plain(batch: Any) -> int | None:
+def size_of_plain(batch: Any) -> int | None:
     """The size of the usual batch, a tuple or list of tensors of one length; ``None`` for any other."""
     if type(batch) is not tuple and type(batch) is not list:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.mesh.batches import is_per_sample, is_ragged, parts_of
+from lightning_megatron.mesh.batches import is_per_sample, is_ragged, parts_of, size_of_plain
 
 
 class AlikeBatches:
@@ -30,6 +30,8 @@ class AlikeBatches:
             batch: the user's.
             size: its number of samples.
         """
+        if size_of_plain(batch) == size:  # the usual one, in every step
+            return not self._had_lists and self._uncut.setdefault(len(batch), 0) == 0
         lengths: list[int | None] = list(_lengths(batch, size))
         if None in lengths:
             self._had_lists = True
