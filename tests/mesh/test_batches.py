@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import split_batch
-from lightning_megatron.strategy.data.alike import AlikeBatches
+from lightning_megatron.strategy.data.alike_batches import AlikeBatches
 
 
 def _of(*lengths: int) -> list[Tensor]:

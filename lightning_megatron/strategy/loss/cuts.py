@@ -21,7 +21,7 @@ from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.all_samples import AllSamples
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
-from lightning_megatron.strategy.data.alike import AlikeBatches
+from lightning_megatron.strategy.data.alike_batches import AlikeBatches
 from lightning_megatron.strategy.data.pointing import PointingBatches, has_numbers_beside
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
