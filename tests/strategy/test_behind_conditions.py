@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -76,14 +77,56 @@ class KeepsByMean(KeepsSome):
     above, decides = 2.9, "mean"
 
 
+class InValidation(Task):
+    """Keeps samples of validation; in one batch, those of one replica have none."""
+
+    above = 2.0
+    decides = "any"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+        self.by_word: dict[int, list[Tensor]] = {}
+        self.total = 0.0
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> None:
+        x, y = batch
+        each = self.each(x, y, reduction="none").view(x.shape).mean(1)
+        large = each > self.above
+        if large.any() if self.decides == "any" else each.mean() > 1.7:
+            self.rows.append(each[large])
+            self.total += float(each[large].sum())
+        for word in (x[:, 0] % 3).unique().tolist():
+            self.by_word.setdefault(word, []).append(each[x[:, 0] % 3 == word])
+
+    def on_validation_epoch_end(self) -> None:
+        found = [self.total, *(float(torch.cat(each).std()) for _, each in sorted(self.by_word.items()))]
+        found += [float(torch.cat(self.rows).square().sum())] if self.rows else []
+        self.log_dict({f"kept_{place}": value for place, value in enumerate(found)})
+        self.rows.clear()
+        self.by_word.clear()
+        self.total = 0.0
+
+
+class InValidationByMean(InValidation):
+    """The batch decides as a whole: half of it may decide otherwise."""
+
+    above, decides = 1.7, "mean"
+
+
+IN_VALIDATION: dict[str, type[InValidation]] = {kind.__name__: kind for kind in (InValidation, InValidationByMean)}
 SOME: dict[str, type[KeepsSome]] = {kind.__name__: kind for kind in (KeepsSome, KeepsFew, KeepsByMean)}
 
 
 def kept_behind(info: RankInfo, layout: Layout | None, name: str, accumulated: int) -> dict[str, float]:
     """What three epochs have logged."""
     arguments = {} if layout is None else {"micro_batch_size": 2 if layout[0] > 1 else "auto"}
-    trainer = trainer_for(info, layout, arguments, max_epochs=3, accumulate_grad_batches=accumulated)
-    trainer.fit(SOME[name]())
+    options = {"accumulate_grad_batches": accumulated, "num_sanity_val_steps": 0, "limit_val_batches": None}
+    trainer = trainer_for(info, layout, arguments, max_epochs=3, **options)
+    trainer.fit({**SOME, **IN_VALIDATION}[name]())
     return {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 
@@ -101,9 +144,21 @@ def test_hooks_find_what_one_process_keeps_behind_a_condition(name: str, layout:
         assert not list(differences("kept", found.value, expected, 1e-9)), found.output
 
 
+@pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=WIDE)], ids=str)
+def test_hooks_find_what_one_process_keeps_in_validation_or_the_user_is_told(layout: Layout) -> None:
+    ranks = layout[0] * layout[1]
+    expected = one_process(kept_behind, None, "InValidation", 1)
+    for found in run_trainers(kept_behind, layout, "InValidation", 1, devices=ranks):
+        assert not list(differences("kept", found.value, expected, 1e-9)), found.output
+    first, *_ = run_trainers(kept_behind, layout, "InValidationByMean", 1, devices=ranks, check=False, grace=20.0)
+    said = f"{first.error}{first.output}"
+    assert re.search("`validation_step` writes `[^.]*`rows`.* behind a condition on its batch, which the samples", said)
+
+
 def test_what_is_stored_behind_a_condition_on_the_batch_is_read() -> None:
     behind = {"rows", "pairs", "means", "hits", "total", "by_word", "early"}
     assert stored_behind_content([KeepsSome.training_step]) == behind
+    assert stored_behind_content([KeepsSome.training_step], loops=False) == behind - {"by_word"}
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % 2 or (self.training and len(self.rows) > 3 and batch is not None):

@@ -5,19 +5,20 @@ The parts of a batch may come together where all of them meet the condition, and
     if hard.any(): self.kept.append(each[hard])           the rows of those that have any: as in one process
     if loss > 2.0: self.kept.append(each.detach())        one process has all rows, or none
 
-So both have to be seen. Before that, such a value is written by a pass on the samples of all replicas.
+So both have to be seen. Before that, such a value is written by a pass on the samples of all replicas in training; in
+evaluation the user is told if the replicas have written it in some of their batches and not in others.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.step_stores import stored_behind_content
 from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.tables import Name, is_in, sendable
@@ -30,11 +31,20 @@ class BehindConditions:
     Args:
         module: the user's.
         group: the replicas.
-        carried: knows the functions that a step calls.
+        called: gives the functions that the step calls.
+        loops: whether values that are written in loops over a batch count.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, carried: Carried) -> None:
-        self._module, self._group, self._carried = module, group, carried
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        called: Callable[[], Iterable[types.FunctionType]],
+        *,
+        loops: bool = True,
+    ) -> None:
+        self._loops = loops
+        self._module, self._group, self._called = module, group, called
         self._seen = dict[Name, tuple[bool, bool]]()
         self._ways = dict[Name, Kinds]()
 
@@ -67,4 +77,4 @@ class BehindConditions:
 
     @functools.cached_property
     def _stored(self) -> set[str]:
-        return stored_behind_content(self._carried.called)
+        return stored_behind_content(self._called(), loops=self._loops)

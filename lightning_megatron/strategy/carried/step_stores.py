@@ -79,14 +79,15 @@ def stored_behind_counts(functions: Iterable[types.FunctionType]) -> set[str]:
     return {name for function in functions for name in _behind_counts(function)}
 
 
-def stored_behind_content(functions: Iterable[types.FunctionType]) -> set[str]:
+def stored_behind_content(functions: Iterable[types.FunctionType], *, loops: bool = True) -> set[str]:
     """Attributes that functions store to behind a condition, or in a loop, on what they are given: on a batch. What is
     on a module, such as a number of steps, is the same for all parts of a batch.
 
     Args:
         functions: that a step calls.
+        loops: whether those in loops count, which go over samples, or kinds of them.
     """
-    return {name for function in functions for name in _behind_content(function)}
+    return {name for function in functions for name in _behind_content(function, loops)}
 
 
 def defaults_of(module: nn.Module, stored: set[str]) -> dict[Name, Any]:
@@ -249,11 +250,11 @@ def _behind_counts(function: types.FunctionType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _behind_content(function: types.FunctionType) -> frozenset[str]:
+def _behind_content(function: types.FunctionType, loops: bool) -> frozenset[str]:
     definition = definition_of(function)
     if definition is None:
         return frozenset()
-    return frozenset(_stored_below(definition.body, _not_of_batch(definition), behind=False))
+    return frozenset(_stored_below(definition.body, _not_of_batch(definition), behind=False, loops=loops))
 
 
 def _not_of_batch(definition: Any) -> set[str]:
@@ -262,14 +263,14 @@ def _not_of_batch(definition: Any) -> set[str]:
     return {*given[:1], *(given[2:3] if getattr(definition, "name", "") == "training_step" else ())}
 
 
-def _stored_below(lines: Iterable[ast.stmt], known: set[str], *, behind: bool) -> Iterator[str]:
+def _stored_below(lines: Iterable[ast.stmt], known: set[str], *, behind: bool, loops: bool) -> Iterator[str]:
     """Attributes that lines store to behind a condition on a batch, or once such a condition may have left the code."""
     for line in lines:
         yield from _stored_by(line) if behind else ()
         asks = isinstance(line, (ast.If, ast.While)) and _is_of_batch(line.test, known)
-        asks |= isinstance(line, ast.For) and _is_of_batch(line.iter, known)
+        asks |= loops and isinstance(line, ast.For) and _is_of_batch(line.iter, known)
         for body in ("body", "orelse", "finalbody"):
-            yield from _stored_below(getattr(line, body, ()), known, behind=behind or asks)
+            yield from _stored_below(getattr(line, body, ()), known, behind=behind or asks, loops=loops)
         behind |= asks and any(isinstance(each, (ast.Return, ast.Continue, ast.Break)) for each in ast.walk(line))
 
 

@@ -104,6 +104,7 @@ class KeptInLoop:
         ways, read = self._ways(name), self._read[name]
         known = self._join({value: (each, ways[value]) for value, each in self._values.items()})
         self.joined[name] = bool(known)
+        self._say_unsure([value for value in known if self._logged and value in self._logged.unsure(name)], name)
         others = ((value, now) for value, (_, now) in traces.changes().items() if value not in known)
         apart = {value: now for value, now in others if ways.get(value) != "same" and is_in(value, read)}
         self._say(apart, name)
@@ -167,6 +168,7 @@ class KeptInLoop:
                 start = self._traces.start_of(value)
                 if start is None or is_equal(start[1], found.start):
                     found.ends *= 1 + len(self._batches)
+                    found.written = [False] * len(self._batches)
                     self._values[value] = found
         self._start_trial(None)
         weigh = {way for way in ways.values() if callable(way)}
@@ -187,6 +189,29 @@ class KeptInLoop:
             if (kept := traces.start_of(name)) is not None:
                 found[name] = KeptValue(kept[0], name[1], kept[1])
         return found
+
+    def _say_unsure(self, values: Sequence[Name], name: str) -> None:
+        """Warn of values that some replicas' parts of a batch have written and others have not, where no trial has seen
+        whether one process would.
+        """
+        if not values:
+            return
+        told = objects.gather([self._values[value].written for value in values], self._group)
+        found = [
+            value
+            for place, value in enumerate(values)
+            if any(len(set(batch)) > 1 for batch in zip(*(each[place] for each in told), strict=False))
+        ]
+        found = [value for value in found if value not in self._told]
+        self._told.update(found)
+        if found:
+            rank_zero_warn(
+                f"`{name}` writes {', '.join(f'`{spelled(each)}`' for each in found)} behind a condition on its batch, "
+                f"which the samples of some of the {self._replicas} replicas meet and those of others do not: what "
+                "those have written comes together that do, as where the condition is one on each sample. One that is "
+                "on all samples of a batch (`if loss > 1`) has to be asked of what the replicas gather "
+                "(`self.all_gather(x)`)."
+            )
 
     def _say(self, apart: Mapping[Name, Any], name: str) -> None:
         """Warn of what each replica has kept of its own samples, if it is not the same on all of them."""

@@ -13,7 +13,7 @@ If so, the step is tried on parts of the batch, and what it has logged is put to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,10 @@ from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
+from lightning_megatron.strategy.carried.behind_conditions import BehindConditions
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.hooks import logs_itself
 from lightning_megatron.strategy.lightning.trainer_access import present
@@ -64,6 +66,8 @@ class _Known:
         untried: whether batches have no parts that could be tried.
         said: keys that were warned about.
         written: how what it writes comes of what its parts write; "" for what does not.
+        behind: knows which of it the step writes behind a condition on its batch.
+        unsure: names of these of which no trial has seen how parts come together that do not all meet it.
     """
 
     reading: Reading = field(default_factory=Reading)
@@ -76,6 +80,8 @@ class _Known:
     untried: bool = False
     said: set[str] = field(default_factory=set)
     written: Narrowed = field(default_factory=Narrowed)
+    behind: BehindConditions | None = None
+    unsure: set[Name] = field(default_factory=set)
 
 
 class LoggedInEvaluation:
@@ -118,6 +124,15 @@ class LoggedInEvaluation:
             name: of the user's step.
         """
         return self._known[name].written.chosen if name in self._known else {}
+
+    def unsure(self, name: str) -> Collection[Name]:
+        """Names of values that a step writes behind a condition on its batch, of which no trial has seen how parts come
+        together that do not all meet it.
+
+        Args:
+            name: of the user's step.
+        """
+        return self._known[name].unsure if name in self._known else ()
 
     def ways(self, name: str) -> Mapping[str, Any]:
         """By key, how logged numbers combine, as far as is known.
@@ -179,7 +194,9 @@ class LoggedInEvaluation:
             with nullcontext() if self.start is None else self.start.again():  # a set has grown by this batch already
                 tried = self._try(outcome, call, batch, pieces, name)
             outcome.logs = tried.logs
-            for value, ways in (tried.output or {}).items():
+            written, unsure = tried.output or ({}, set())
+            known.unsure = known.unsure.difference(written) | unsure
+            for value, ways in written.items():
                 known.written.learn(value, ways)
         outcome.differ = False
         return outcome
@@ -208,7 +225,7 @@ class LoggedInEvaluation:
         grown = {value for value, ways in kinds.items() if {"sum", "set"}.intersection(ways)}
         rows = replicas.learn_rows(run, traces.lasting(set(run.changes(0))) - grown)  # of layers on any stage
         uncut = any(objects.gather(bool(rows.difference(kept.names)), context.mesh.group("world")))
-        joined = partial(self._joined, outcome, run, joins, batch, name, sees, mine)
+        joined = partial(self._joined, outcome, run, joins, batch, name, sees, (mine, kinds))
         if uncut and (known := self._known[name]).tried < _UNSETTLED:
             known.tried, known.next = known.tried + 1, known.count + 1  # with what this batch leaves of its samples
             joined = partial(Outcome, outcome.logs)
@@ -227,10 +244,11 @@ class LoggedInEvaluation:
         batch: Any,
         name: str,
         sees: SeesGroup,
-        kinds: Mapping[Name, Kinds],
+        kinds: tuple[Mapping[Name, Kinds], Mapping[Name, Kinds]],
     ) -> Outcome:
-        """The step's logs, put together as the trial tells, and how what it writes comes together (as output);
-        on the ranks that compute the loss.
+        """The step's logs, put together as the trial tells, how what it writes comes together, and names of what was
+        not seen to in all ways (as output); on the ranks that compute the loss. Of the kinds, the first are by names
+        that all ranks know.
         """
         known, group = self._known[name], self._context.mesh.group("data_parallel")
         found: Finding | None = None if run.failed else self._found(run, joins)
@@ -238,7 +256,8 @@ class LoggedInEvaluation:
             told = [each for each in objects.gather(found, self._context.mesh.group(axis)) if each is not None]
             found = told[0].joined(told[1:]) if told else None
         narrow = any(objects.gather(run.draws.narrow, group))
-        written = common_kinds([each or {} for each in objects.gather(kinds or None, group)])
+        written = common_kinds([each or {} for each in objects.gather(kinds[0] or None, group)])
+        unsure = self._unsure(known, name, run, kinds[1])
         known.tried += 1
         if any(objects.gather(sees.gathers, group)):  # it is taken at its word
             known.untried = True
@@ -260,7 +279,15 @@ class LoggedInEvaluation:
                 weights = [each[how.weigh] if isinstance(how, Mean) else 1.0 for each in every]
                 rows[index, 0] = self._mean.combined(index, how, rows.new_tensor(weights))
         self._say(known, found, ways, name, group.size())
-        return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own), output=written)
+        return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own), output=(written, unsure))
+
+    def _unsure(self, known: _Known, name: str, run: Tried, kinds: Mapping[Name, Kinds]) -> set[Name]:
+        """Names of values that were not seen to be written by several parts of a batch, and by some of them."""
+        module, group = self._context.module, self._context.mesh.group("data_parallel")
+        if known.behind is None:
+            known.behind = BehindConditions(module, group, lambda: functions_of_step(module, name), loops=False)
+        mine = known.behind.unsure(run, kinds, kinds)
+        return {value for each in objects.gather(mine or None, group) for value in each or ()}
 
     def _found(self, run: Tried, joins: Joins) -> Finding:
         """Findings in the logs of the pieces."""

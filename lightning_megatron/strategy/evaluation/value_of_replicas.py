@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal, refill
-from lightning_megatron.strategy.loss.tables import Table, found_again
+from lightning_megatron.strategy.loss.tables import NUMBERS, Table, found_again
 from lightning_megatron.strategy.loss.written import entry_of_all
 
 _PLACES = ("sum", "set")  # ways in which entries stay where they are
@@ -53,15 +53,19 @@ class KeptValue:
         key: of it.
         start: as the loop has found it.
         ends: how many entries or rows it had, first and after each batch.
+        written: whether each batch has written it.
     """
 
     table: Table
     key: Any
     start: Any
     ends: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    _mark: Any = None
 
     def __post_init__(self) -> None:
         self.ends = self.ends or [_length(self.start)]
+        self._mark = _marked(self.start)
 
     def now(self, module: nn.Module) -> Any:
         """The present value; :data:`.MISSING` if it is there no more.
@@ -73,8 +77,11 @@ class KeptValue:
         return MISSING if table is None else table.get(self.key, MISSING)
 
     def end_batch(self, module: nn.Module) -> None:
-        """Take note of how long it is after a batch."""
-        self.ends.append(_length(self.now(module)))
+        """Take note of how long it is after a batch, and of whether it was written."""
+        now = self.now(module)
+        before, self._mark = self._mark, _marked(now)
+        self.written.append(type(self._mark) is not type(before) or self._mark != before)
+        self.ends.append(_length(now))
 
     def tell(self, module: nn.Module, way: Any, batches: Sequence[Mapping[Any, float]]) -> ToldValue:
         """This replica's additions.
@@ -167,6 +174,13 @@ class KeptValue:
         table = found_again(module, self.table)
         if table is not None:
             table[self.key] = whole
+
+
+def _marked(value: Any) -> Any:
+    """A mark that changes when a value is written, without a look at numbers of tensors."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return len(value) if isinstance(value, LISTS) else value if isinstance(value, NUMBERS) else id(value)
 
 
 def _length(value: Any) -> int:

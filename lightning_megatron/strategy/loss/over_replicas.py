@@ -117,7 +117,7 @@ class OverReplicas:
         self.carried = Carried(module, mesh)
         self.hand_over: Callable[[Collection[Name]], None] | None = None
         self._layers, self._ways = Parts(layers), Narrowed()
-        self._behind = BehindConditions(module, self.group, self.carried)
+        self._behind = BehindConditions(module, self.group, lambda: self.carried.called)
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 
