@@ -154,16 +154,6 @@ def map_rows(batch: Any, function: Callable[[Any], Any]) -> Any:
     return _slice(batch, size, function, size)
 
 
-def twice(batch: Any) -> Any:
-    """All samples of ``batch``, and all of them again."""
-
-    def doubled(rows: Any) -> Any:
-        return torch.cat([rows, rows]) if isinstance(rows, Tensor) else rows[list(range(len(rows))) * 2]
-
-    size = batch_size_of(batch)
-    return _slice(batch, size, lambda rows: rows * 2 if isinstance(rows, (list, tuple)) else doubled(rows), 2 * size)
-
-
 def even_tensors(batch: Any) -> Iterator[Tensor]:
     """The tensors of a batch, but for those in lists of one tensor per sample."""
     if isinstance(batch, Tensor):

@@ -112,6 +112,7 @@ class AllSamples:
         self._context, self._module, self._replicas = context, context.module, replicas
         self._tables: dict[Name, tuple[Table, Any] | None] = {}
         self._slots: dict[Name, _Slot] = {}
+        self._handed = frozenset[Name]()
         self._counts: dict[Any, float] = {}
         self._keys: dict[Name, Any] = {}
         self._set_back: dict[tuple[str, Any], Any] = {}
@@ -129,9 +130,10 @@ class AllSamples:
         """
         self._slots, names = {}, self._replicas.carried.ways
         self._replicas.carried.passed = frozenset()
+        new, self._handed = names.keys() - self._handed, frozenset(names)
         if not names:
             return
-        if self._replicas.hand_over is not None:
+        if new and self._replicas.hand_over is not None:
             self._replicas.hand_over(names)
         passes, written = not all(names.values()), dict[Name, Any]()
         traces = Traces(self._module, beside=True) if passes or not self._tables.keys() >= names.keys() else None

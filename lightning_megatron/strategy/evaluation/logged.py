@@ -220,12 +220,10 @@ class LoggedInEvaluation:
         if repeats is not None:
             context.experts.end()
         kinds, *_ = run.written(context.layers, cut=False)
-        layers = Parts(context.layers)
-        mine = {sendable(value, context.module): ways for value, ways in kinds.items() if value[0] not in layers}
         grown = {value for value, ways in kinds.items() if {"sum", "set"}.intersection(ways)}
         rows = replicas.learn_rows(run, traces.lasting(set(run.changes(0))) - grown)  # of layers on any stage
         uncut = any(objects.gather(bool(rows.difference(kept.names)), context.mesh.group("world")))
-        joined = partial(self._joined, outcome, run, joins, batch, name, sees, (mine, kinds))
+        joined = partial(self._joined, outcome, run, joins, batch, name, sees, kinds)
         if uncut and (known := self._known[name]).tried < _UNSETTLED:
             known.tried, known.next = known.tried + 1, known.count + 1  # with what this batch leaves of its samples
             joined = partial(Outcome, outcome.logs)
@@ -244,11 +242,10 @@ class LoggedInEvaluation:
         batch: Any,
         name: str,
         sees: SeesGroup,
-        kinds: tuple[Mapping[Name, Kinds], Mapping[Name, Kinds]],
+        kinds: Mapping[Name, Kinds],
     ) -> Outcome:
         """The step's logs, put together as the trial tells, how what it writes comes together, and names of what was
-        not seen to in all ways (as output); on the ranks that compute the loss. Of the kinds, the first are by names
-        that all ranks know.
+        not seen to in all ways (as output); on the ranks that compute the loss.
         """
         known, group = self._known[name], self._context.mesh.group("data_parallel")
         found: Finding | None = None if run.failed else self._found(run, joins)
@@ -256,8 +253,10 @@ class LoggedInEvaluation:
             told = [each for each in objects.gather(found, self._context.mesh.group(axis)) if each is not None]
             found = told[0].joined(told[1:]) if told else None
         narrow = any(objects.gather(run.draws.narrow, group))
-        written = common_kinds([each or {} for each in objects.gather(kinds[0] or None, group)])
-        unsure = self._unsure(known, name, run, kinds[1])
+        module, layers = self._context.module, Parts(self._context.layers)
+        told_kinds = {sendable(value, module): ways for value, ways in kinds.items() if value[0] not in layers}
+        written = common_kinds([each or {} for each in objects.gather(told_kinds or None, group)])
+        unsure = self._unsure(known, name, run, kinds)
         known.tried += 1
         if any(objects.gather(sees.gathers, group)):  # it is taken at its word
             known.untried = True

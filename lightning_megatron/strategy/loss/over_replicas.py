@@ -219,7 +219,10 @@ class OverReplicas:
 
     def comes_together(self, name: Name) -> bool:
         """Whether a value comes together after the last batch, or has a row for each sample."""
-        return bool(self._is_kept(name) and self.ways.get(sendable(name, self._module))) or name in self.kept.places
+        if name in self.kept.places:
+            return True
+        said = sendable(name, self._module)
+        return self._is_kept(name) and said not in self.carried.ways and bool(self._ways.chosen.get(said))
 
     def _is_kept(self, name: Name) -> bool:
         return name[0] not in self._layers and is_in(name, self.collected)

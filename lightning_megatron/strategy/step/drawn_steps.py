@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_megatron.mesh.batches import batch_size_of, twice
+from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.places import Lesson
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
+from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
@@ -85,7 +86,7 @@ class Drawing:
         if draws is None or draws.knows(name) or (len(parts) == 1 and self._replicas == 1):
             return
         stages = self._context.stages
-        pieces = [whole_copy(piece) for piece in (parts[0], twice(parts[0]))]
+        pieces = [whole_copy(piece) for piece in (parts[0], joined_batches(parts[0], parts[0]))]
         tried = Tried(
             call, self._context.recording, Traces(self._context.module, beside=True), _Pieces(pieces, {}), stages
         )
