@@ -128,11 +128,13 @@ class OtherKeys(Task):
         super().__init__()
         self.shadow = {f"ema.{name}": p.detach().clone() for name, p in self.named_parameters()}
         self.squares: dict[str, Tensor] = {}
+        self.slashes: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def on_before_optimizer_step(self, _: Any) -> None:
         for name, p in self.named_parameters():
             self.shadow["ema." + name].lerp_(p, 0.1)
+            self.slashes[name.replace(".", "/")] = 0.5 * self.slashes.get(name.replace(".", "/"), 0.0) + p
             key = name.replace(".", "_")
             self.squares[key] = self.squares.get(key, 0.0) + p.grad**2  # type: ignore[operator]
 
@@ -140,10 +142,10 @@ class OtherKeys(Task):
         self.log("squares", sum(value.sum() for value in self.squares.values()))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["shadow"], checkpoint["averages"] = self.shadow, self.squares
+        checkpoint["shadow"], checkpoint["averages"], checkpoint["kept"] = self.shadow, self.squares, self.slashes
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.shadow, self.squares = checkpoint["shadow"], checkpoint["averages"]
+        self.shadow, self.squares, self.slashes = (checkpoint[key] for key in ("shadow", "averages", "kept"))
 
 
 class OneLayer(Task):

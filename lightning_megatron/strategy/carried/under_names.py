@@ -6,9 +6,10 @@ weights of, so of the others it has no entry, or an old one::
     stage 0   {"embed.weight": new, "head.weight": old}   ┐
     stage 1   {"head.weight": new}                        ┘ ── told ──▶  {"embed.weight": new, "head.weight": new}
 
-Keys may lack the start that all names share (``self.net.named_parameters()``), have one of their own (``ema.``), and a
-``_`` where names have dots. The keys that the stages have tell it, and the shapes. Where several forms fit, of weights
-that are on other stages each, nobody knows which entry is right: alike ones are, and others are refused.
+Keys may lack the start that all names share (``self.net.named_parameters()``), have one of their own (``ema.``), and
+``_``, ``/`` or ``-`` where names have dots. The keys that the stages have tell it, and the shapes. Where several forms
+fit, of weights that are on other stages each, nobody knows which entry is right: alike ones are, and others are
+refused.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 
+_DOTS = ("_", "/", "-", "__", ":")  # what keys have for dots, as those of a `ParameterDict` may not have any
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 Table = dict[str, Any]
 Places = Mapping[Any, Table]
@@ -58,12 +60,12 @@ class KeyForm:
     Attributes:
         lacks: the start of the names that they lack.
         adds: the start that they have instead.
-        joined: whether they have ``_`` for dots.
+        dot: what they have for dots.
     """
 
     lacks: str = ""
     adds: str = ""
-    joined: bool = False
+    dot: str = "."
 
 
 class ByName:
@@ -79,7 +81,7 @@ class ByName:
         self._group = group
         ends = {name[: at + 1] for name in self._entries for at, letter in enumerate(name) if letter == "."}
         self._forms = [KeyForm(), *map(KeyForm, sorted(ends, key=lambda start: (start.count("."), start)))]
-        self._joined = {name.replace(".", "_"): name for name in self._entries}
+        self._written = {dot: {name.replace(".", dot): name for name in self._entries} for dot in (".", *_DOTS)}
         self._order = {name: place for place, name in enumerate(self._entries)}
 
     def forms(self, places: Places) -> dict[Any, KeyForm]:
@@ -163,18 +165,15 @@ class ByName:
     def _other_forms(self, table: Table) -> list[KeyForm]:
         """Forms with another start or without dots that fit a key."""
         key = next(iter(table), "")
-        ends = [(name, False) for name in self._entries] + [(name, True) for name in self._joined]
-        found = {KeyForm("", key.removesuffix(end), joined) for end, joined in ends if key.endswith(end)}
-        return sorted(found, key=lambda form: (len(form.adds), form.joined))
+        ends = [(name, dot) for dot, names in self._written.items() for name in names]
+        found = {KeyForm("", key.removesuffix(end), dot) for end, dot in ends if key.endswith(end)}
+        return sorted(found, key=lambda form: (len(form.adds), form.dot != "."))
 
     def _name(self, form: KeyForm, key: str) -> str | None:
         """The weight that a key means."""
         if not key.startswith(form.adds):
             return None
-        name = f"{form.lacks}{key.removeprefix(form.adds)}"
-        if form.joined:
-            return self._joined.get(name)
-        return name if name in self._entries else None
+        return self._written[form.dot].get(f"{form.lacks}{key.removeprefix(form.adds)}")
 
     def _names(self, form: KeyForm, keys: Iterable[str]) -> list[str]:
         return [name for key in keys if (name := self._name(form, key)) is not None]
