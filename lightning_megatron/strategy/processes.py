@@ -221,10 +221,14 @@ class Processes:
         """Whether all ranks, or any of them, say yes; collective over the world, and this rank's word before that."""
         if not dist.is_initialized():
             return decision
+        return self.count(decision) >= (dist.get_world_size() if everyone else 1)
+
+    def count(self, decision: bool) -> int:
+        """How many ranks say yes; collective over the world."""
         votes = torch.tensor(int(decision), device=self.device)
         with waits.on(waits.collective, "all_reduce", votes, None):
             dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if everyone else int(votes) > 0
+        return int(votes)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

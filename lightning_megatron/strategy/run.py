@@ -35,6 +35,7 @@ from lightning_megatron.strategy.assembly.alike import synchronize
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
+from lightning_megatron.strategy.callbacks.cut_short import CutShort
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
 from lightning_megatron.strategy.evaluation.kept import KeptForHooks
 from lightning_megatron.strategy.hooks.added_later import LateModules
@@ -46,6 +47,7 @@ from lightning_megatron.strategy.lightning.averaging import begin_averages
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
 from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
+from lightning_megatron.strategy.lightning.step_results import StepResults
 from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_batches
@@ -54,7 +56,7 @@ from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.step.equal_replicas import comparisons
-from lightning_megatron.strategy.step.step import Accumulation, Outcome
+from lightning_megatron.strategy.step.step import Accumulation, Outcome, call_with
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights, weights_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -97,7 +99,7 @@ class Run:
         self._fits = trainer.state.fn == TrainerFn.FITTING
         self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
         self._known: frozenset[Tensor] = earlier._known if earlier is not None and not self._fits else frozenset()
-        self._replay = LogReplay()
+        self._replay, self._results = LogReplay(), StepResults(trainer, processes.mesh.layout.data)
         self.engine.recording.hand_on = functools.partial(self._replay, self.module)
         self._reduces = True
         assembled.open()
@@ -137,6 +139,7 @@ class Run:
         self._logs = LogRouting(*here, cuts_batches=options.micro_batch_size != "auto", fits=self._fits)
         self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged, self.engine.trials)
         self._logs.is_whole = self._kept.is_whole if mesh.layout.data > 1 else None
+        self._short = CutShort(self.module, processes) if self._fits and mesh.layout.world_size > 1 else None
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
@@ -221,7 +224,7 @@ class Run:
         if self._equal is not None:
             with self._processes.naming_failures():
                 self._equal.check(self._trainer.current_epoch)
-        call: Callable[[Any], Any] = functools.partial(_call_step, self.module.training_step, args, kwargs)
+        call: Callable[[Any], Any] = functools.partial(call_with, self.module.training_step, args, kwargs)
         call = self.engine.balanced(call)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step("training_step", call)
@@ -230,14 +233,17 @@ class Run:
         around, kept = self._precision.train_step_context(), self._kept.training.around("training_step", batch, ())
         with self._processes.naming_failures(), self.engine.around_step(), around, gradients.training_step():
             self._step = self.engine.step(batch)
+            self._results.begin()
             with self._replicas, self._differentiating, self._late.explaining(), kept:
                 output = self._step.forward(call, batch, self._window)
             self._take(self._step.finish())
-            return lightning_state.skippable(output, self.module, self._processes.mesh.layout.data)
+            return self._results.skippable(output, self.module)
 
     def _take(self, outcome: Outcome | None) -> None:
         """Log what a step has logged, and stop where it has asked for that."""
         if outcome is not None:
+            if outcome.loss is not None:
+                self._results.of_all_replicas(outcome.loss)
             self._replay(self.module, outcome.logs)
             self._trainer.should_stop |= outcome.stop
 
@@ -251,7 +257,7 @@ class Run:
         """The user's step of evaluation or prediction called ``name``, through all stages."""
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_batch(batch, self._options.evaluation_micro_batch_size)
-        call: Callable[[Any], Any] = functools.partial(_call_step, getattr(self.module, name), args, kwargs)
+        call: Callable[[Any], Any] = functools.partial(call_with, getattr(self.module, name), args, kwargs)
         if self._whole_hooks is not None:
             call = self._whole_hooks.in_step(name, call)
         call = self.assembled.in_step(call)
@@ -370,7 +376,8 @@ class Run:
         self._late.close()
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
-        for replaced in (self._clipping, self._containers):
+        self._results.remove()
+        for replaced in (self._clipping, self._containers, self._short):
             if replaced is not None:
                 replaced.stop()
         self._rows.close()
@@ -389,11 +396,3 @@ class Run:
 def report_of(part: str) -> property:
     """Report of a part of the assembled module on its steps; ``None`` where there is no such part."""
     return property(lambda self: None if (found := getattr(self.run.assembled, part)) is None else found.report())
-
-
-def _call_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any) -> Any:
-    """The user's step with ``batch`` in the place of the whole one."""
-    if args:
-        return step(batch, *args[1:], **kwargs)
-    first = next(iter(kwargs))
-    return step(**{**kwargs, first: batch})

@@ -54,11 +54,11 @@ def check(row: Row) -> None:
         _check_refused(row, reason)
         return
     traces, wanted = run(row), reference(row.reference)
-    _, data, tensor = row.sizes
+    tensor = row.sizes[-1]
     for trace in traces:  # a whole state has buffers too, which are not of this comparison
         trace.weights = {name: value for name, value in trace.weights.items() if name in wanted.weights}
     losses, weights = tolerances(row.module, tensor, row.context)
-    differences = list(compare(traces, wanted, losses, data == 1, weights))
+    differences = list(compare(traces, wanted, losses, weights))
     assert not differences, f"{row}: {len(differences)} differences\n" + "\n".join(differences[:12])
 
 
@@ -86,7 +86,6 @@ def compare(
     traces: Sequence[Trace],
     wanted: Trace,
     tolerance: float,
-    whole_batches: bool,
     weight_tolerance: float | None = None,
 ) -> Iterator[str]:
     """Yields one sentence per difference.
@@ -95,18 +94,12 @@ def compare(
         traces: one per rank.
         wanted: the reference.
         tolerance: absolute and relative.
-        whole_batches: every rank sees whole global batches, so that even unreduced losses must agree; otherwise their
-            mean over the replicas must.
         weight_tolerance: for weights; by default ``tolerance``.
     """
-    if not whole_batches:
-        means = [sum(losses) / len(traces) for losses in zip(*(trace.losses for trace in traces), strict=True)]
-        yield from _numbers("the replicas' mean loss", means, wanted.losses, tolerance)
     for rank, trace in enumerate(traces):
         if trace.steps != wanted.steps:
             yield f"rank {rank} took {trace.steps} steps, one process took {wanted.steps}"
-        if whole_batches:
-            yield from _numbers(f"rank {rank} loss", trace.losses, wanted.losses, tolerance)
+        yield from _numbers(f"rank {rank} loss", trace.losses, wanted.losses, tolerance)
         yield from _numbers(f"rank {rank} learning rate", trace.rates, wanted.rates, 1e-12)
         yield from _metrics(rank, trace, wanted, tolerance)
         if trace.best_name != wanted.best_name or not _close(trace.best_score, wanted.best_score, tolerance):

@@ -135,6 +135,11 @@ class Before(Halved):
             self.log(name, torch.stack(gradients).norm() if gradients else torch.tensor(0.0))
 
 
+def largest(module: nn.Module) -> Tensor:
+    """The largest norm of a gradient."""
+    return torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).max()
+
+
 class Outside(Halved):
     """Updates the head alone: no optimizer clears the gradients of the rest, whose norms are logged."""
 

@@ -16,6 +16,7 @@ from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
 from tests.parity.zoo.loops import Walker
 from tests.parity.zoo.tasks import TokenTask
+from tests.strategy import gradient_scenarios
 
 
 class Over(TokenTask):
@@ -277,6 +278,16 @@ class Counting(Over):
         torch.nn.utils.vector_to_parameters(gradient, [parameter.grad for parameter in used])
 
 
+class Totals(Over):
+    """Logs norms of all gradients: the total alone of Lightning's, and one that another module's function takes."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        self.log("total", grad_norm(self, 2)["grad_2.0_norm_total"])
+        self.log("largest", gradient_scenarios.largest(self.net))
+
+
 class OnOneRank(Over):
     """Reads numbers of all parameters on one rank only."""
 
@@ -351,6 +362,7 @@ KINDS: dict[str, type[Over]] = {
         ClippedBeside,
         ClippedInStep,
         Counting,
+        Totals,
         OnOneRank,
         Large,
         Pulled,

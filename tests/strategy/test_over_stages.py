@@ -31,6 +31,7 @@ KINDS = (
     "Noisy",
     "Groups",
     "Counting",
+    "Totals",
     "Clipped",
     "ClippedBeside",
 )
@@ -43,6 +44,7 @@ QUICK = {
     ("pp2", "AveragedState"),
     ("pp2", "Noisy"),
     ("pp2", "Groups"),
+    ("pp2", "Totals"),
     ("pp2", "Clipped"),
     ("pp2", "ClippedBeside"),
     ("tp2xpp2", "Scaled"),

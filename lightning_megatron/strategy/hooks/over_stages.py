@@ -43,7 +43,7 @@ from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _NOTHING = nullcontext()
-_LISTS = ("parameters", "named_parameters", "param_groups")
+_LISTS = ("parameters", "named_parameters", "param_groups", "grad_norm")  # the last one is Lightning's
 _DRAWS = (
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "dropout", "init"),
     *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
@@ -51,7 +51,7 @@ _DRAWS = (
 _COUNTS = (
     *("sum", "norm", "vector_norm", "stack", "cat", "mean", "std", "var", "dot", "max", "min", "any", "all", "sqrt"),
     *("item", "float", "tolist", "parameters_to_vector", "numel", "isnan", "isinf", "isfinite", "kthvalue", "topk"),
-    *("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "get_total_norm"),
+    *("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "get_total_norm", "grad_norm"),
 )
 _PAIRS = (
     "zip",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -187,9 +189,7 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
             if any(name in table for table in tables):
                 methods = _methods_called(owner, name, above="super" in used)
                 waiting += [method for method in methods if isinstance(method, types.FunctionType)]
-            named = getattr(function, "__globals__", {}).get(name)
-            if isinstance(named, types.FunctionType) and _is_foreign(named):
-                waiting.append(named)
+        waiting += _named_by(function, used)
     return False
 
 
@@ -213,9 +213,30 @@ def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
         found[code] = function
         names = set(names_in(code))
         named = [method for name in names for method in _methods_called(owner, name, above="super" in names)]
-        named += [getattr(function, "__globals__", {}).get(name) for name in names]
         waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+        waiting += _named_by(function, names)
     return list(found.values())
+
+
+def _named_by(function: Any, names: Collection[str]) -> list[types.FunctionType]:
+    """The user's functions that a function names: in its module, in what it encloses, and in modules that it names or
+    imports itself (``import helpers`` and ``helpers.norms(self)``).
+    """
+    table: dict[str, Any] = getattr(function, "__globals__", {})
+    named = [*(table.get(name) for name in names), *_enclosed(function)]
+    homes = [each for each in named if isinstance(each, types.ModuleType)]
+    if any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(function.__code__)):
+        homes += [sys.modules[name] for name in names if name in sys.modules]
+    homes = [home for home in homes if _is_foreign(home) and home.__name__.split(".")[0] not in sys.stdlib_module_names]
+    named += [vars(home).get(name) for home in homes for name in names]
+    return [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+
+
+def _enclosed(function: Any) -> Iterator[Any]:
+    """Values of another function's variables that one defined in it uses."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # no value yet
+            yield cell.cell_contents
 
 
 def _methods_called(owner: Any, name: str, *, above: bool) -> list[Any]:
@@ -237,10 +258,7 @@ def takes_second_gradients(module: pl.LightningModule) -> bool:
         if "create_graph" in _keywords(function.__code__):
             return True
         names = set(names_in(function.__code__))
-        named = [function.__globals__.get(name) for name in names]
-        homes = [each for each in named if isinstance(each, types.ModuleType) and _is_foreign(each)]
-        named += [vars(home).get(name) for home in homes for name in names]
-        waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+        waiting += _named_by(function, names)
     return False
 
 
@@ -267,8 +285,7 @@ def step_names(module: nn.Module) -> set[str]:
         seen.add(function.__code__)
         names = set(names_in(function.__code__))
         found |= names
-        named = [function.__globals__.get(name) for name in names]
-        waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
+        waiting += _named_by(function, names)
         waiting += [each for name in names for each in methods.get(name, ())]
     return found
 

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelPruning, ThroughputMonitor
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -134,42 +133,6 @@ def skips_backward(module: pl.LightningModule) -> bool:
     """Whether no backward follows a training step: SWA's last epoch only measures BatchNorm's statistics."""
     trainer = module._trainer
     return trainer is not None and bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
-
-
-class _Skipped:
-    """Stands for the ``None`` of a step."""
-
-
-_SKIPPED = _Skipped()
-
-
-class _Result(ClosureResult):
-    """Lightning's result of a step's output; of a skipped step, that it has no loss."""
-
-    @classmethod
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        """See Lightning's."""
-        if training_step_output is _SKIPPED:
-            return cls(None)
-        return super().from_training_step_output(training_step_output, normalize)
-
-
-def skippable(output: Any, module: pl.LightningModule, replicas: int) -> Any:
-    """The output of ``training_step``, for Lightning, which skips steps that return ``None`` on one device and refuses
-    them on several, of which one might skip and another not. The ranks of one replica compute one loss, and so may.
-
-    Args:
-        output: of the step.
-        module: the user's module.
-        replicas: how many there are.
-    """
-    trainer = module._trainer
-    if output is not None or replicas > 1 or not module.automatic_optimization or trainer is None:
-        return output
-    if trainer.world_size == 1:
-        return output
-    trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = _Result
-    return _SKIPPED
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:

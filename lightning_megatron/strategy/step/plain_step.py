@@ -82,6 +82,8 @@ class PlainStep:
             self._losses.compare(compared, "training_step", self._device)
         if not automatic and self._copies is not None:
             self._copies.compare()
+        if automatic and not self._alone and isinstance(loss, Tensor) and loss.numel() == 1:
+            outcome.loss = loss.detach().reshape(()) * self._share
         self._mean.start(outcome, meets=True)
         if output is None and automatic and self._alone and self._gradients.buckets is not None:
             with self._summing():  # nothing: the update finds no gradients of this batch

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -25,8 +25,8 @@ class Outcome:
 
     Attributes:
         logs: what was logged.
-        loss: scalar mean loss over micro-batches and replicas; ``None`` in evaluation, and for a plain step, whose loss
-            Lightning holds.
+        loss: scalar mean loss over micro-batches and replicas; ``None`` in evaluation, and for a plain step on one
+            replica, whose loss Lightning holds.
         output: what the step returned, merged for the whole batch; a training step's loss aside.
         state: changes to the module's plain attributes.
         stop: whether the step has asked the Trainer to stop, on any replica.
@@ -97,3 +97,11 @@ class Step(Protocol):
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch of validation, test or prediction; ``name`` is that of the user's step."""
+
+
+def call_with(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any) -> Any:
+    """The user's step with ``batch`` in the place of the whole one."""
+    if args:
+        return step(batch, *args[1:], **kwargs)
+    first = next(iter(kwargs))
+    return step(**{**kwargs, first: batch})
