@@ -160,9 +160,10 @@ def _fill_with(stand_in: Tensor, received: Tensor, training: bool) -> bool:
     if not torch.is_grad_enabled():
         if 0 in stand_in.stride():
             return False
-        if not training:
+        fills = not (training and received.requires_grad)  # else a later run, with gradients, needs it as it is
+        if fills:
             stand_in.copy_(received)
-        return not training
+        return fills
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:

@@ -29,6 +29,7 @@ from lightning_megatron.pipeline.run.links import StageLinks, Transfer
 from lightning_megatron.pipeline.run.moves import Move, Program, bind
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, RunsStep, trained_loss_of
 from lightning_megatron.pipeline.run.program import Action, Slot, compile_stage
+from lightning_megatron.pipeline.run.unreached import Unreached
 from lightning_megatron.pipeline.schedules.instructions import Kind, Schedule
 from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, Leaf, StageRun
 
@@ -74,6 +75,7 @@ class PipelineExecutor:
         self._received: dict[Any, Announcement] = {}
         self._varying: set[Any] = set()  # keys of boundaries that tell, each time, what layers have left behind
         self._trained = (-1.0, -1.0)
+        self._unreached = Unreached(looks_always=variable_shapes or links.on_cpu)
         self._split: frozenset[Place] = frozenset()
         self._programs: dict[int, tuple[frozenset[Place], Program, Schedule]] = {}  # by the schedule's id
         self._weights: WeightGradients | None = None
@@ -91,8 +93,10 @@ class PipelineExecutor:
             return
         if arriving != self._trained[0]:
             self._received.clear()
+            self._unreached.forget(heard=False)
         if leaving != self._trained[1]:
             self._sent.clear()
+            self._unreached.forget(heard=True)
         self._trained = (arriving, leaving)
 
     def run(self, step: PipelineStep) -> None:
@@ -112,6 +116,7 @@ class PipelineExecutor:
                 for act, self._slot in program:
                     act(self._slot)
             self._slot = None
+            self._unreached.settle()
             self.links.finish()
 
     def begin(self, step: PipelineStep) -> Program:
@@ -137,7 +142,7 @@ class PipelineExecutor:
         self.runs = {}
         self._inputs: dict[Place, Boundary] = {}
         self._roots: dict[Place, list[Any]] = {}
-        self._output_grads: dict[Place, list[Tensor] | list[Tensor | None]] = {}
+        self._output_grads: dict[Place, list[Tensor | None]] = {}
         self._input_grads: dict[Place, tuple[list[Tensor], bool]] = {}
         self._factors: dict[Place, list[Factors]] = {}
         self._arriving: dict[tuple[int, Place], tuple[Transfer, Sequence[Leaf]]] = {}
@@ -220,7 +225,8 @@ class PipelineExecutor:
         if slot.onward is not None:
             if not training:
                 self._sent[self._key(slot, slot.virtual + 1)] = Announcement(run.sent.leaves)
-            self._inputs[slot.onward] = self._as_input(run.sent, self.stage.may_write(slot.virtual + 1, step.name))
+            writes = self.stage.may_write(slot.virtual + 1, step.name)
+            self._inputs[slot.onward] = run.sent.handed_on(writes=writes, training=training)
             run.sent = Boundary(run.sent.leaves)
 
     def _run_layers(self, around: Around, slot: Slot, batch: Any, received: Boundary) -> StageRun | None:
@@ -238,15 +244,6 @@ class PipelineExecutor:
             elif around.is_complete:
                 around.try_behind(step.outputs)
         return None if last else run
-
-    def _as_input(self, sent: Boundary, writes: bool) -> Boundary:
-        """Input of the next piece, on this very rank: numbers of its own, if it may write into them, because this
-        piece's backward may need them as they are.
-        """
-        tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in sent.tensors]
-        if self.step.training:
-            tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, sent.leaves, strict=True)]
-        return Boundary(sent.leaves, tensors, effects=sent.effects, forms=sent.forms)
 
     def _backward(self, slot: Slot) -> None:
         place, around = slot.place, self._around
@@ -286,7 +283,9 @@ class PipelineExecutor:
         if slot.onward is not None:
             self._output_grads[slot.onward] = run.received.gradients()
         else:
-            self._input_grads[slot.place] = run.received.gradients_to_send(), run.received.leaves[0].requires_grad
+            gradients, wanted = run.received.gradients(), run.received.wanted
+            told = self._unreached.to_send(self._key(slot, slot.virtual), gradients, wanted)
+            self._input_grads[slot.place] = told, run.received.leaves[0].requires_grad
 
     def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
         loss = trained_loss_of(output)
@@ -397,4 +396,5 @@ class PipelineExecutor:
 
     def _wait_backward(self, slot: Slot) -> None:
         transfer, _ = self._arriving.pop((1, slot.place))
-        self._output_grads[slot.place] = transfer.wait()
+        key = self._key(slot, slot.virtual + 1)
+        self._output_grads[slot.place] = self._unreached.received(key, transfer.wait())

@@ -117,6 +117,7 @@ class StageLinks:
         self._pending: dict[tuple[int, int], deque[list[Message]]] = {}
         on_cpu = device.type == "cpu" and dist.get_backend(group) == "gloo" and len(self._peers) > 1
         beside = on_cpu and options.through_memory
+        self.on_cpu = device.type == "cpu"
         self._transport = Transport.through_memory(group) if beside else Transport(group)
         self.posts_ahead = self._transport.posts_ahead
 

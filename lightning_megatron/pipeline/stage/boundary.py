@@ -132,6 +132,19 @@ class Boundary:
             self._versions[place] = tensor._version
         return tensor
 
+    def handed_on(self, *, writes: bool, training: bool) -> Boundary:
+        """What has been sent, as the next piece receives it that is on this very rank.
+
+        Args:
+            writes: whether it may write into the tensors, of which it then has numbers of its own, as the backward of
+                this piece may need them as they are.
+            training: whether a backward follows.
+        """
+        tensors = [tensor.detach().clone() if writes else tensor.detach() for tensor in self.tensors]
+        if training:
+            tensors = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(tensors, self.leaves, strict=True)]
+        return Boundary(self.leaves, tensors, effects=self.effects, forms=self.forms)
+
     @property
     def written(self) -> bool:
         """Whether somebody wrote into a tensor that arrived."""
@@ -147,11 +160,10 @@ class Boundary:
         wanted = [(place, tensor) for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
         return [tensor.grad if tensor.is_leaf else self.grads.get(place) for place, tensor in wanted]
 
-    def gradients_to_send(self) -> list[Tensor]:
-        """The same, with zeros where nothing depended on it: another rank waits for them."""
-        wanted = [tensor for tensor in self.tensors if tensor.requires_grad]
-        pairs = zip(self.gradients(), wanted, strict=True)
-        return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs]
+    @property
+    def wanted(self) -> list[Tensor]:
+        """The tensors that want a gradient."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
 class Announcement(NamedTuple):

@@ -1,0 +1,122 @@
+"""Gradients that nothing gives, across a boundary.
+
+In one process a weight on which the loss does not depend has no gradient, and an optimizer leaves it alone. With zeros
+AdamW decays it, and goes on with its momentum. So a stage that waits for the gradient of what it has sent is told if
+there is none: it gets bits that no computation gives::
+
+    stage 0   h ──────▶ h   stage 1   loss = head(h.detach())
+           None ◀────── NaN with bits of ours
+
+To look at a number, the host of an accelerator waits for the device. So it looks only until a step has given the
+gradient. From then on zeros stand for it in micro-batches that do not give it, which changes nothing where others of
+the step do; a step in which none does is refused. A new epoch begins anew, as does what is frozen or thawed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+_BITS = {2: (torch.int16, 0x7FE5), 4: (torch.int32, 0x7FE5A5A5), 8: (torch.int64, 0x7FFE5A5A5A5A5A5A)}
+_Gradient = tuple[Hashable, int]
+
+
+class Unreached:
+    """Tells the stage before, and hears from the one behind, which gradients of boundaries there are.
+
+    Invariants: both sides of a boundary know the same of it. What a step has shown counts from the next one on, so the
+    order of micro-batches does not matter.
+
+    Args:
+        looks_always: whether to look each time, as costs nothing on a CPU.
+    """
+
+    def __init__(self, looks_always: bool) -> None:
+        self._looks_always = looks_always
+        self._given: dict[bool, set[_Gradient]] = {True: set(), False: set()}  # by whether this rank is told
+        self._seen: dict[bool, set[_Gradient]] = {True: set(), False: set()}
+        self._lacking: set[_Gradient] = set()
+
+    def forget(self, *, heard: bool) -> None:
+        """Begin anew with the boundaries behind which others tell, or with those where this rank does."""
+        self._given[heard].clear()
+
+    def to_send(self, key: Hashable, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+        """What to send for some gradients.
+
+        Args:
+            key: of the boundary.
+            gradients: of what has come through it; ``None`` where nothing depended on it.
+            like: tensors of their shapes.
+        """
+        found = []
+        for place, (gradient, tensor) in enumerate(zip(gradients, like, strict=True)):
+            if gradient is not None:
+                self._seen[False].add((key, place))
+            elif (key, place) in self._given[False]:
+                self._lacking.add((key, place))
+            filled = torch.zeros_like if (key, place) in self._given[False] else no_gradient
+            found.append(filled(tensor) if gradient is None else gradient)
+        return found
+
+    def received(self, key: Hashable, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients in what has arrived.
+
+        Args:
+            key: of the boundary.
+            tensors: what has arrived.
+        """
+        found: list[Tensor | None] = []
+        for place, tensor in enumerate(tensors):
+            none = (key, place) not in self._given[True] and is_no_gradient(tensor)
+            if not none:
+                self._seen[True].add((key, place))
+            found.append(None if none else tensor)
+        return found
+
+    def settle(self) -> None:
+        """End a step.
+
+        Raises:
+            RuntimeError: the loss did not depend on what has come through a boundary, as it did before.
+        """
+        lacking = self._lacking - self._seen[False]
+        if not self._looks_always:
+            for heard, seen in self._seen.items():
+                self._given[heard] |= seen
+        self.drop()
+        if lacking:
+            raise RuntimeError(
+                "the loss does not depend on what the layers before give, as it did in an earlier step, so that "
+                "their weights have no gradients in this one, which their pipeline stages cannot know. Change what "
+                "the loss depends on between epochs only, or let stages ask each time: "
+                "`MegatronStrategy(variable_shapes=True)`."
+            )
+
+    def drop(self) -> None:
+        """Forget what this step has shown."""
+        self._lacking = set()
+        for seen in self._seen.values():
+            seen.clear()
+
+
+def no_gradient(like: Tensor) -> Tensor:
+    """What is sent in place of a gradient of the shape of ``like`` that nothing has given."""
+    if like.is_complex():
+        return torch.view_as_complex(no_gradient(torch.view_as_real(like)))
+    dtype, bits = _BITS[like.itemsize]
+    return torch.full(like.shape, bits, dtype=dtype, device=like.device).view(like.dtype)
+
+
+def is_no_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor that has arrived is :func:`no_gradient`."""
+    if not tensor.numel() or tensor.is_meta:
+        return False
+    first = tensor.view(-1)[:1]
+    value = first.item()
+    if value == value:
+        return False
+    dtype, bits = _BITS[(first := torch.view_as_real(first) if first.is_complex() else first).itemsize]
+    return bool(first.view(dtype).flatten()[0] == bits)
