@@ -44,7 +44,7 @@ class Unreached:
         self._given[heard].clear()
 
     def to_send(self, key: Hashable, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-        """What to send for some gradients.
+        """Tensors to send for some gradients.
 
         Args:
             key: of the boundary.
@@ -103,7 +103,7 @@ class Unreached:
 
 
 def no_gradient(like: Tensor) -> Tensor:
-    """What is sent in place of a gradient of the shape of ``like`` that nothing has given."""
+    """Bits to send in place of a gradient of the shape of ``like`` that nothing has given."""
     if like.is_complex():
         return torch.view_as_complex(no_gradient(torch.view_as_real(like)))
     dtype, bits = _BITS[like.itemsize]

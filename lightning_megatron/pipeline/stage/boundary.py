@@ -133,7 +133,7 @@ class Boundary:
         return tensor
 
     def handed_on(self, *, writes: bool, training: bool) -> Boundary:
-        """What has been sent, as the next piece receives it that is on this very rank.
+        """The values sent, as the next piece receives them that is on this very rank.
 
         Args:
             writes: whether it may write into the tensors, of which it then has numbers of its own, as the backward of
