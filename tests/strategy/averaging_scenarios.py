@@ -144,12 +144,13 @@ def averaged(
     resumes: str | None = None,
     batch_norm: bool = False,
     precision: str = "64-true",
+    micro_batch_size: int | str = "auto",
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Notes of every epoch, and the weights at the end, on rank 0; ``sizes=None`` is plain Lightning."""
     notes = Notes(saves)
-    own = {"whole_batch_loss": False} if batch_norm else {}  # each replica's own statistics are meant
-    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes, **own)
+    strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes, micro_batch_size=micro_batch_size)
     options = {"max_epochs": EPOCHS, "callbacks": [KINDS[kind](), notes], "num_sanity_val_steps": 0}
+    options["sync_batchnorm"] = batch_norm and sizes is not None
     trainer = make_trainer(info, strategy, precision=precision, **options)
     module = Regression(batch_norm, torch.float64 if precision == "64-true" else torch.float32)
     trainer.fit(module, ckpt_path=resumes)

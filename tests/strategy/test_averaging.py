@@ -56,15 +56,16 @@ def test_an_average_saved_by_one_layout_goes_on_at_another(tmp_path: Path) -> No
         torch.testing.assert_close(resumed[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one", marks=WIDE), "dp2"])
-def test_swa_measures_batch_norm_again_without_a_pipeline(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "micro"), [("dp2", "auto"), *(pytest.param(x, 2, marks=WIDE) for x in ("one", "dp2"))]
+)
+def test_swa_measures_batch_norm_again_without_a_pipeline(layout: str, micro: int | str) -> None:
     sizes = LAYOUTS[layout]
-    ours = run_trainers(averaged, "swa", sizes, None, None, True, devices=sizes[1])[0].value[1]
-    assert ours["layers.0.norm.running_mean"].abs().sum() > 0
-    if layout == "one":
-        plain = run_trainers(averaged, "swa", None, None, None, True, devices=1)[0].value[1]
-        for name, value in plain.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12)
+    notes, weights = one_process(averaged, "swa", None, None, None, True)
+    found, state = run_trainers(averaged, "swa", sizes, None, None, True, "64-true", micro, devices=sizes[1])[0].value
+    assert found == pytest.approx(notes, rel=1e-9)
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_sixteen_bit_layers_are_averaged_in_float32() -> None:

@@ -28,6 +28,7 @@ from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.refusals import check_by_hand
+from lightning_megatron.strategy.lightning.trainer_access import skips_backward
 from lightning_megatron.strategy.logs.weight_writes import WeightsArrive
 from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
@@ -129,8 +130,8 @@ class StepEngine:
             self.whole = StepByHand(self._context, stage, self._in_parts, self._in_parts.cuts, copies)
 
     def step(self, batch: Any) -> Step:
-        """The way that a batch of training takes: the plain one with one stage and one micro-batch."""
-        if not self._module.automatic_optimization:
+        """The way that a batch of training takes: the plain one with one stage and one micro-batch, or no backward."""
+        if not self._module.automatic_optimization or skips_backward(self._module):
             return self.whole
         return self.whole if self.has_stages or self._in_parts.cuts.stays_whole(batch) else self._in_parts
 

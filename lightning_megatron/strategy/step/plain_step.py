@@ -85,11 +85,12 @@ class PlainStep:
         if automatic and not self._alone and isinstance(loss, Tensor) and loss.numel() == 1:
             outcome.loss = loss.detach().reshape(()) * self._share
         self._mean.start(outcome, meets=True)
-        if output is None and automatic and self._alone and self._gradients.buckets is not None:
+        skips = skips_backward(self._module) or (output is None and self._alone)
+        if skips and automatic and self._gradients.buckets is not None:
             with self._summing():  # nothing: the update finds no gradients of this batch
                 pass
         self._outcome = outcome
-        self._awaits_backward = automatic and output is not None and not skips_backward(self._module)
+        self._awaits_backward = automatic and output is not None and not skips
         return self._weighed(output) if automatic and self._share != 1.0 else output
 
     def _weighed(self, output: Any) -> Any:
