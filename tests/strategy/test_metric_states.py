@@ -220,7 +220,49 @@ class OfTokens(Net):
         self.found = [float(self.rank.compute())]
 
 
-KINDS = {kind.__name__: kind for kind in (Net, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens, Tracked)}
+class Validates(Net):
+    """Metrics of validation see its samples, and a mean its loss, which is logged where the epoch ends."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scores = self.head(self.layers(batch[0]))
+        self.count(F.cross_entropy(scores, batch[1]), scores, batch[1])
+        self.mean.update(F.cross_entropy(scores, batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+        super().on_train_epoch_end()
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+class ValidatesOfBatches(Validates):
+    """A sum of validation sees its loss, without a log in the step."""
+
+    def count(self, loss: Tensor, scores: Tensor, classes: Tensor) -> None:
+        self.total.update(loss)
+        self.highest.update(scores.max())
+
+    def last(self) -> Tensor:
+        return self.mean.compute()
+
+
+class LogsHighest(Validates):
+    """A maximum of validation sees its loss, and is logged in the step."""
+
+    def count(self, loss: Tensor, scores: Tensor, classes: Tensor) -> None:
+        self.highest(loss)
+        self.log("highest", self.highest)
+
+    def last(self) -> Tensor:
+        return self.mean.compute()
+
+
+OF_TRAINING = (Net, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens, Tracked)
+KINDS = {kind.__name__: kind for kind in (*OF_TRAINING, Validates, ValidatesOfBatches, LogsHighest)}
 
 
 class Lines(logging.Handler):
@@ -254,7 +296,8 @@ def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[list
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         size = module.batch // (sizes or {"num_replicas": 1})["num_replicas"]
-        trainer.fit(module, DataLoader(data, batch_size=size, sampler=sampler))
+        loader = DataLoader(data, batch_size=size, sampler=sampler)
+        trainer.fit(module, loader, loader if isinstance(module, Validates) else None)
     log.removeHandler(told)
     return module.found, [*(str(each.message) for each in said), *told.lines]
 
@@ -280,6 +323,8 @@ PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
         pytest.param("Net", 1, {"micro_batch_size": 2}, marks=WIDE),
         pytest.param("OfBatches", 2, {**PP, "pipeline_schedule": "zb-v"}, marks=WIDE),
         pytest.param("Net", 2, {}, marks=WIDE),
+        pytest.param("Validates", 2, {}, marks=WIDE),
+        pytest.param("Validates", 4, PP, marks=WIDE),
         ("Scored", 2, {}),
         ("Scored", 4, PP),
         pytest.param("Scored", 2, {"micro_batch_size": 2}, marks=WIDE),
@@ -296,12 +341,21 @@ def test_metrics_of_a_step_are_those_of_one_process(name: str, devices: int, opt
     assert whole is (name == "OfBatches")
     for each in found:
         assert each.value[0] == pytest.approx(wanted, rel=1e-6)
-        assert not any("from the samples of each" in said for said in each.value[1])
+        assert not any("from the samples of each" in said or "torchmetrics object `" in said for said in each.value[1])
 
 
-def test_replicas_say_that_a_metric_is_told_their_own_numbers() -> None:
-    said = run_trainers(fit, "OfBatches", {}, devices=2)[0].value[1]
-    assert any("writes `highest.max_value`" in each for each in said), said
+@pytest.mark.parametrize(
+    ("name", "wanted", "devices"),
+    [
+        ("OfBatches", "writes `highest.max_value`", 2),
+        ("ValidatesOfBatches", "tells the torchmetrics object `total` a number of the batch", 2),
+        pytest.param("LogsHighest", "tells the torchmetrics object `highest` a number of the batch", 2, marks=WIDE),
+        pytest.param("LogsHighest", "tells the torchmetrics object `highest` a number of the batch", 4, marks=WIDE),
+    ],
+)
+def test_replicas_say_that_a_metric_is_told_their_own_numbers(name: str, wanted: str, devices: int) -> None:
+    said = run_trainers(fit, name, {"pipeline_parallel_size": devices // 2}, devices=devices)[0].value[1]
+    assert any(wanted in each for each in said), said
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -146,7 +147,8 @@ class KeptInLoop:
 
     def _begin(self, name: str, loader: tuple[Any, ...]) -> None:
         self._start_trial(None)
-        if (self._name and loader == self._loader) or not self._read.get(name):
+        told = self._logged is not None and name in self._read and self._has_metrics()
+        if (self._name and loader == self._loader) or not (told or self._read.get(name)):
             return
         self._latest = Traces(self._module, beside=True)
         if not self._name:
@@ -154,6 +156,10 @@ class KeptInLoop:
         self._loader = loader
         self._tries[name, loader] = tries = self._tries.get((name, loader), 0) + 1
         self._start_trial(self._latest if tries <= _TRIES else None)
+
+    def _has_metrics(self) -> bool:
+        """Whether a step may tell torchmetrics objects something."""
+        return any(isinstance(child, Metric) for child in self._module.modules())
 
     def _note(self, name: str, batch: Any) -> None:
         if self._traces is None or name != self._name:

@@ -38,7 +38,7 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import with_lines
-from lightning_megatron.strategy.loss.tables import Name, sendable
+from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
@@ -252,7 +252,8 @@ class LoggedInEvaluation:
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             told = [each for each in objects.gather(found, self._context.mesh.group(axis)) if each is not None]
             found = told[0].joined(told[1:]) if told else None
-        narrow = any(objects.gather(run.draws.narrow, group))
+        told = objects.gather((run.draws.narrow, run.metric_of_batches() if not run.failed else None), group)
+        narrow, metric = any(narrow for narrow, _ in told), next((each for _, each in told if each), None)
         module, layers = self._context.module, Parts(self._context.layers)
         told_kinds = {sendable(value, module): ways for value, ways in kinds.items() if value[0] not in layers}
         written = common_kinds([each or {} for each in objects.gather(told_kinds or None, group)])
@@ -278,6 +279,7 @@ class LoggedInEvaluation:
                 weights = [each[how.weigh] if isinstance(how, Mean) else 1.0 for each in every]
                 rows[index, 0] = self._mean.combined(index, how, rows.new_tensor(weights))
         self._say(known, found, ways, name, group.size())
+        _say_metric(known.said, metric, name, group.size())
         return Outcome(StepLogs(outcome.logs.keys, rows, outcome.logs.own), output=(written, unsure))
 
     def _unsure(self, known: _Known, name: str, run: Tried, kinds: Mapping[Name, Kinds]) -> set[Name]:
@@ -316,8 +318,23 @@ class LoggedInEvaluation:
 
 def _say_untried(keys: set[str], replicas: int, name: str, failed: str = "") -> None:
     """Say that it is not known how numbers combine."""
+    if not keys:
+        return
     why = f"does not run on parts of a batch ({failed})" if failed else "could not be tried on parts of a batch"
     rank_zero_info(
         f"`{name}` {why}: what it logs as {', '.join(f'`{key}`' for key in sorted(keys))} is the mean over the "
         f"{replicas} replicas, as with `sync_dist=True`."
+    )
+
+
+def _say_metric(said: set[str], metric: Name | None, name: str, replicas: int) -> None:
+    """Say that a torchmetrics object is told numbers of batches, of which each replica has its own."""
+    if metric is None or spelled(metric) in said:
+        return
+    said.add(spelled(metric))
+    rank_zero_warn(
+        f"`{name}` tells the torchmetrics object `{metric[0]}` a number of the batch (its `{metric[1]}` is not made of "
+        f"what parts of a batch bring), such as its loss: each of the {replicas} replicas tells it that of its own "
+        "samples, and what it computes is another number than in one process. Tell it a value of each sample "
+        "(`reduction='none'`), or log the number itself, with `reduce_fx='max'`, `'min'` or `'sum'`."
     )

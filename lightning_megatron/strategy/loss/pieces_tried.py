@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from lightning_megatron.data_parallel.windows.agreement import UnlikeReplicasError
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
@@ -242,6 +243,14 @@ class Tried:
     def mixed_metric(self, *, cut: bool) -> Name | None:
         """A state of a metric that the parts of a batch do not leave as the whole does; ``None`` for none."""
         return self._metrics.mixed(self._pieces.joins, self._weights, cut=cut)
+
+    def metric_of_batches(self) -> Name | None:
+        """A state of a metric that is not that of one process where each replica tells it a number of its own batch;
+        ``None`` for none. A mean of as many numbers from each replica is.
+        """
+        told = self._metrics.told(self._pieces.joins, self._weights).items()
+        sums = ((name, metric.state_name) for name, (metric, _) in told if isinstance(metric, SumMetric))
+        return next(sums, None) or self.mixed_metric(cut=False)
 
     def drawn(self, watched: BatchDraws | None = None, *, cut: bool = True) -> Drawn:
         """Message about the draws for other ranks; compiled code draws for a batch in each micro-batch.
