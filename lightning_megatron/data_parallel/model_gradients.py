@@ -205,7 +205,7 @@ class ModelGradients:
         group = self._mesh.group("tensor_parallel")
         self._wholes = whole_matrices(self._module, group, self._tensor, self.buckets) if gathers else None
         self._restore_masters(self.buckets)
-        if self.buckets.updates_pieces or skips:
+        if self.buckets.updates_pieces or skips or not self.buckets.buckets:  # those of what is unfrozen later follow
             if options.overlap_gather and replicas.shards > 1 and not reads_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:

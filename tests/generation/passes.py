@@ -9,15 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_megatron import MegatronStrategy
 from tests.generation.scenarios import tiny
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
-from tests.strategy.loss_modules import Task
+from tests.strategy.loss_modules import STEPS, Task, tokens
 
 
 class Unpadded(Task):
@@ -288,6 +290,20 @@ class Padded(Task):
         return F.cross_entropy((self(x) + self(x.flip(1))).flatten(0, 1), y.flatten())
 
 
+class Paired(Unpadded):
+    """Two loaders' batches of unlike sizes, which no micro-batches are cut from, each go through one method."""
+
+    def train_dataloader(self) -> Any:
+        other = DataLoader(TensorDataset(*tokens(6 * STEPS, seed=4)), batch_size=6)
+        return CombinedLoader([super().train_dataloader(), other], "min_size")
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        return self.surprise(*batch[0]) + 0.1 * self.surprise(*batch[1])
+
+    def surprise(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+
 class Summed(Unpadded):
     """A sum over samples; the values of a metric are logged between calls."""
 
@@ -378,6 +394,7 @@ MODULES: dict[str, type[Task]] = {
     "listed": Listed,
     "counting": Counting,
     "padded": Padded,
+    "paired": Paired,
     "summed": Summed,
     "renormed": Renormed,
     "preferring": Preferring,

@@ -53,7 +53,7 @@ EVERYDAY = [
     *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro")),
     *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring")),
     *((name, "pp2") for name in ("dropped", "sampling")),
-    *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded")),
+    *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),
 ]
 FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4")  # of which each module meets every other one, in turn
 REST = [

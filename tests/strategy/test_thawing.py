@@ -17,6 +17,8 @@ ROWS = [
     pytest.param(None, (2, 1, 2), 2, marks=WIDE),
     pytest.param(4, (2, 2, 1), 1, marks=WIDE),
     pytest.param(4, (4, 1, 1), 2, marks=WIDE),
+    pytest.param(0, (2, 1, 1), 1, marks=WIDE),
+    pytest.param(0, (2, 2, 1), 1, marks=WIDE),
     pytest.param(2, (1, 1, 2), 1, marks=WIDE),
     pytest.param(2, (1, 1, 1), 1, marks=WIDE),
 ]

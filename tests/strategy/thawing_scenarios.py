@@ -32,6 +32,13 @@ class LayerByLayer(BaseFinetuning):
         self.unfreeze_and_add_param_group(module.layers[3 - epoch], optimizer, lr=1e-3 * (epoch + 1))
 
 
+class FromTheHead(LayerByLayer):
+    """The head alone is trained at first."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.into, module.layers])
+
+
 class Thawed(Regression):
     """Its first layers are a backbone."""
 
@@ -41,6 +48,14 @@ class Thawed(Regression):
 
     def configure_optimizers(self) -> Any:
         return AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2)
+
+
+class Untied(Thawed):
+    """Its head has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.out = nn.Linear(self.out.in_features, self.out.out_features, bias=False).double()
 
 
 class Groups(Callback):
@@ -64,20 +79,23 @@ def thawed(
 
     Args:
         info: of this rank.
-        layers: how many are a backbone that is unfrozen at once; ``None`` to unfreeze them one by one.
+        layers: how many are a backbone that is unfrozen at once; ``None`` to unfreeze them one by one, and 0 from a
+            head on whose stage alone there is something to train.
         sizes: of the layout; ``None`` for plain Lightning.
         stop: epoch after which there is a checkpoint.
         saves: its path.
         goes_on: whether to resume from it, instead of saving it.
     """
     strategy: Any = "auto" if sizes is None else MegatronStrategy(*sizes)
-    thaw = LayerByLayer() if layers is None else BackboneFinetuning(1, backbone_initial_lr=1e-3)
+    thaw: BaseFinetuning = FromTheHead() if layers == 0 else LayerByLayer()
+    if layers:
+        thaw = BackboneFinetuning(1, backbone_initial_lr=1e-3)
     groups, rates = Groups(None if goes_on else saves, stop), LearningRateMonitor()
     logger = CSVLogger(f"{info.directory}/logs", version=f"{info.rank}-{sizes}-{goes_on}")
     callbacks: list[Any] = [thaw, groups, rates]
     options = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, "callbacks": callbacks, "logger": logger}
     trainer = make_trainer(info, strategy, precision="64-true", **options)
-    module = Thawed(layers or 4)
+    module = Untied() if layers == 0 else Thawed(layers or 4)
     trainer.fit(module, ckpt_path=saves if goes_on else None)
     state = module.state_dict() if sizes is None else strategy.full_state_dict()
     return groups.found, dict(rates.lrs), {name: value.clone() for name, value in state.items()}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,12 +19,13 @@ import torch
 
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
-from lightning_megatron.strategy.generation.repeats import Attempt, StartOver, sources
+from lightning_megatron.strategy.generation.repeats import CALLS, Attempt, StartOver, sources
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
+_OF_SELF = re.compile(r"\bdef \w+\(\s*self\b")
 _LOOPS = re.compile(r"^\s*(for|while)\b|\bfor\b.*\bin\b", re.MULTILINE)
 
 
@@ -59,15 +61,16 @@ def calls_once(kind: type, name: str, layers: tuple[str, ...]) -> bool:
     """
     holders = {".".join(("self", *layer.split(".")[:end])) for layer in layers for end in range(layer.count(".") + 1)}
     mentions = re.compile("|".join(rf"\b{re.escape(holder)}(?:\.forward)?(?=[(,)])" for holder in sorted(holders)))
-    code = [re.sub(r"\bdef \w+\(\s*self\b", "def _(", each) for each in sources(kind, name)]
-    if not all(code) or any(_LOOPS.search(each) or "super()" in each or ".generate(" in each for each in code):
+    code = sources(kind, name)
+    if _may_repeat(kind, code) or any("super()" in each or ".generate(" in each for each in code):
         return False
+    code = [re.sub(r"\bdef \w+\(\s*self\b", "def _(", each) for each in code]
     return len(mentions.findall("\n".join(code))) == 1
 
 
 def may_call_again(module: pl.LightningModule, layers: str) -> bool:
-    """Whether the code of a training step names more than once, or in a loop, what has the layers in it; or has no
-    source.
+    """Whether the code of a training step names what has the layers in it, or a method of its own, more than once, or
+    in a loop; or cannot be read.
 
     Args:
         module: the user's.
@@ -78,4 +81,14 @@ def may_call_again(module: pl.LightningModule, layers: str) -> bool:
         holders.append(f"{holders[-1]}.{name}")
     mentions = re.compile("|".join(rf"\b{re.escape(holder)}(?:\.forward)?(?=[(,)])" for holder in holders))
     code = sources(type(module), "training_step")
-    return not all(code) or any(_LOOPS.search(text) for text in code) or len(mentions.findall("\n".join(code))) > 1
+    return _may_repeat(type(module), code) or len(mentions.findall("\n".join(code))) > 1
+
+
+def _may_repeat(kind: type, code: Sequence[str]) -> bool:
+    """Whether code of methods runs lines more than once: in a loop, or in a method that is called at several places; or
+    cannot be read, as where they do not call their object ``self``.
+    """
+    if not all(code) or any(_LOOPS.search(text) or not _OF_SELF.search(text) for text in code):
+        return True
+    called = Counter(name for text in code for name in CALLS.findall(text))
+    return any(count > 1 and sources(kind, name) for name, count in called.items())

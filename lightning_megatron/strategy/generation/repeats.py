@@ -35,7 +35,7 @@ from lightning_megatron.strategy.generation.middle import Exchanged
 from lightning_megatron.strategy.loss.traces import Traces
 
 _GENERATES = re.compile(r"\.generate\(")
-_CALLS = re.compile(r"\bself\.(\w+)\(")
+CALLS = re.compile(r"\bself\.(\w+)\(")
 
 
 class StartOver:
@@ -224,7 +224,7 @@ def sources(kind: type, name: str) -> list[str]:
         if (getattr(function, "__module__", "") or "").split(".")[0] in ("lightning", "torch"):
             continue
         found.append(_source_of(function))
-        todo += _CALLS.findall(found[-1])
+        todo += CALLS.findall(found[-1])
     return found
 
 

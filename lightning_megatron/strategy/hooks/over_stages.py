@@ -58,7 +58,7 @@ _PAIRS = (
     "enumerate",
     "vector_to_parameters",
 )  # each parameter with what is kept of it, or of its copy, by place
-_OF_OWN = ("state", "state_dict", "add_param_group", "deepcopy")  # which are of what a stage has
+_OF_OWN = ("state", "state_dict", "add_param_group", "unfreeze_and_add_param_group", "deepcopy")  # of a stage's own
 _READS = frozenset(
     (
         *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"),
