@@ -6,13 +6,18 @@ A forward on two micro-batches tells nothing about it, and it may mix their samp
 
 So what of it there is gets noted, by its line: what the module's code mentions, before anything runs; what a forward
 registers, as it does.
+
+The same is true of values that a step takes out of the graph of its loss::
+
+    a + b * (a / b).detach()                       2 a, and the gradient of b is scaled by the batch's losses
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +29,16 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users
+from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.cut.trunk import find_trunk
-from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
+from lightning_megatron.pipeline.elsewhere.reachable import Reach, functions_of_step, names_in
 
 _OURS = ("torch", "lightning_megatron", "lightning")
 _NAMES = frozenset({"register_hook", "register_prehook", "register_full_backward_hook", "retain_grad"})
+_OUT = frozenset(
+    ("detach", "detach_", "no_grad", "set_grad_enabled", "inference_mode", "item", "tolist", "numpy", "data")
+)
+_LOGS = ("log", "log_dict")
 _MOST = 5_000
 
 
@@ -105,9 +115,39 @@ class BackwardCode:
         self.keeps = self.keeps or (line if keeps else "")
 
 
-def mentions_backwards(module: nn.Module) -> bool:
-    """Whether code of a module mentions such things, run or not."""
-    return _mention(_names(module))
+def why_tried(module: nn.Module) -> str:
+    """Why the gradients of a module's steps may be other than those of its samples; "" if nothing tells so."""
+    if _mention(_names(module)):
+        return "code of the module runs in backwards"
+    return "".join(f"the step takes values out of the graph ({line})" for line in lines_out_of_graph(module)[:1])
+
+
+def lines_out_of_graph(module: nn.Module) -> list[str]:
+    """The lines of a training step that take values out of the graph, but for those that it logs.
+
+    Args:
+        module: the user's.
+    """
+    found = []
+    for function in functions_of_step(module):
+        code, definition = function.__code__, definition_of(function)
+        names = sorted(_OUT.intersection(names_in(code)[0])) if definition is None else []
+        nodes = [] if definition is None else _taking_out(definition)
+        places = [*((name, 1) for name in names), *nodes]
+        found += [f"`{name}` in {code.co_filename}:{code.co_firstlineno + line - 1}" for name, line in places]
+    return list(dict.fromkeys(found))
+
+
+def _taking_out(node: ast.AST) -> Iterator[tuple[str, int]]:
+    called = node.func if isinstance(node, ast.Call) else None
+    if isinstance(called, ast.Attribute) and called.attr in _LOGS:
+        return
+    if isinstance(called, ast.Name) and called.id == "float":
+        yield "float", node.lineno  # type: ignore[attr-defined]
+    if isinstance(node, ast.Attribute) and node.attr in _OUT:
+        yield node.attr, node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from _taking_out(child)
 
 
 def refuse_on_tokens(module: nn.Module, ranks: int) -> None:
@@ -159,3 +199,31 @@ def _names(module: nn.Module, root: nn.Module | None = None) -> set[str]:
 
 def _is_ours(name: Any) -> bool:
     return str(name).split(".")[0] in _OURS
+
+
+def refuse_kept(line: str) -> None:
+    """Refuse the gradient of an activation that is kept.
+
+    Args:
+        line: keeps it.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{line}: only the stage that computes the activation has its gradient, and code between steps reads it on "
+        "every stage. Take what is needed of it in a hook, `h.register_hook(lambda g: ...)`, or use "
+        "`pipeline_parallel_size=1`."
+    )
+
+
+def refuse_stray(why: str) -> None:
+    """Refuse what a backward writes before the last stage.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{why}, and on a stage whose numbers the others do not get. Write it where the last stage is (after the "
+        "layers), or use `pipeline_parallel_size=1`."
+    )

@@ -179,6 +179,7 @@ class Cuts:
             weights = cut.weights if len(parts) > 1 and not cut.sums else ()
         if self.trials.began:
             mixing.retry()
+            self.backwards.begins = True
         if mixing.mixes(call, batch, split, first=first, weights=weights) and len(parts) > 1:
             self.trials.keep_whole()
             parts, cut = self._cut(call, batch, split)
@@ -208,7 +209,7 @@ class Cuts:
         self.mixing.mixes(call, batch, [batch], first=first)
         self.mixing.counts.agreed([batch])
         told, replicas = self.trials.reading, self.trials.replicas
-        if first and self._backwards_told.is_due() and not told.whole and replicas is not None:
+        if first and self._backwards_told.is_due(begins=self.trials.began) and not told.whole and replicas is not None:
             with self.mixing.counts.aside(always=True):
                 self._backwards_told.look(call, replicas.pieces_of(batch), told.way)
         self._write_all(call, batch)

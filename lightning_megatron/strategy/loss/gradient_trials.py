@@ -2,7 +2,8 @@
 
 The loss of a batch may be the mean of the losses of its micro-batches, and its gradient another than the sum of
 theirs: a hook on an activation that divides by the norm of what it gets, an ``autograd.Function`` with a backward of
-its own. So where there is such code, two micro-batches are run with their backwards, and both at once::
+its own, a loss scaled by a detached one. So where there is such code, two micro-batches are run with their backwards,
+and both at once::
 
     F0 B0  F1 B1   weights as in the step    ──▶  g₀ + g₁     ┐ equal: each sample by itself
     F01 B01                                  ──▶  g           ┘ else batches stay whole
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.batches import batch_size_of, samples_of
@@ -30,9 +30,10 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
-from lightning_megatron.strategy.hooks.backward_code import BackwardCode, mentions_backwards
+from lightning_megatron.strategy.hooks import backward_code
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
+from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.over_replicas import TriedParts
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
@@ -42,6 +43,7 @@ from lightning_megatron.strategy.step.step_context import StepContext
 _AGAIN = 8  # factor between the steps in which it is tried
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
 _NARROW = 2e-2
+_COMPARED = 1 << 16  # elements of a gradient
 _SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
 
 
@@ -126,7 +128,7 @@ class GradientTrial:
                 trial = PipelineStep(schedule, step, [piece], TRIAL_WITH_BACKWARD, [scale], sink, backwards=backwards)
                 executor.run(trial)
                 graded = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-                found.append({name: grad.detach().clone() for name, grad in graded.items()})
+                found.append({name: _kept(grad.detach()) for name, grad in graded.items()})
                 self._undo_backward()
             sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL_WITH_BACKWARD)
@@ -161,7 +163,8 @@ class GradientTrial:
 
     def _summed(self, found: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
         named = self._parameters.items()
-        return {name: raw_all_reduce(found.get(name, torch.zeros_like(p)), group, keep=False) for name, p in named}
+        none = ((name, torch.zeros_like(_kept(parameter.detach()))) for name, parameter in named)
+        return {name: raw_all_reduce(found.get(name, zeros), group, keep=False) for name, zeros in none}
 
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
         eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
@@ -187,10 +190,13 @@ class GradientTrial:
 
 
 class BackwardTrials:
-    """Tries whether code of the user that runs in backwards mixes the samples of a batch.
+    """Tries whether code of the user that runs in backwards, or decides what they see, mixes the samples of a batch.
 
     Args:
         context: what steps run on.
+
+    Attributes:
+        begins: whether the next step is the first of a phase.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -198,9 +204,13 @@ class BackwardTrials:
         self._context, self._mesh = context, mesh
         cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
         self._judges = options.whole_batch_loss is not False
-        self._code = BackwardCode(context.module) if cuts and context.module.automatic_optimization else None
+        cuts &= context.module.automatic_optimization
+        self._code = backward_code.BackwardCode(context.module) if cuts else None
         self._mentioned = self._code is not None and self._any(self._code.mentioned)
-        self._steps, self._next, self._found = 0, 1, False
+        lines = backward_code.lines_out_of_graph(context.module) if self._code is not None else []
+        self._line = lines[0] if lines else "code of the module"
+        self._takes_out = self._code is not None and self._any(bool(lines))
+        self._steps, self._next, self._found, self.begins = 0, 1, False, True
         self._told: tuple[torch.Tensor, Started | None] | None = None
 
     def mixes(
@@ -222,7 +232,9 @@ class BackwardTrials:
         if code is None or self._found:
             return False
         self._steps += 1
-        due = self._mentioned and self._steps >= self._next
+        begins, self.begins = self.begins, False
+        due = self._steps >= self._next and (self._mentioned or self._takes_out)
+        due |= begins and self._takes_out
         if self._steps == 1:
             due |= self._any(bool(code.fresh))
         if not (self._take_told() or due):
@@ -230,38 +242,24 @@ class BackwardTrials:
             return False
         self._next, fresh = self._steps * _AGAIN, code.take()
         if self._mesh.layout.pipeline > 1 and self._any(bool(code.keeps)):
-            line = next(line for line in objects.gather(code.keeps, self._mesh.group("world")) if line)
-            raise RuntimeError(
-                f"{line}: only the stage that computes the activation has its gradient, and code between steps reads "
-                "it on every stage. Take what is needed of it in a hook, `h.register_hook(lambda g: ...)`, or use "
-                "`pipeline_parallel_size=1`."
-            )
+            backward_code.refuse_kept(next(filter(None, objects.gather(code.keeps, self._mesh.group("world")))))
         whys = objects.gather(self._try(call, batch, parts, scales, around=around), self._mesh.group("world"))
         if stray := next((why for why, is_stray in whys if is_stray), ""):
-            raise RuntimeError(
-                f"{stray}, and on a stage whose numbers the others do not get. Write it where the last stage is "
-                "(after the layers), or use `pipeline_parallel_size=1`."
-            )
+            backward_code.refuse_stray(stray)
         why = next((why for why, _ in whys if why), "")
         if not (why and self._judges and (around or len(parts) > 1)):
             self._guard()
             return False
         self._found = True
         code.close()
-        lines = objects.gather(fresh, self._mesh.group("world"))
-        line = next((line for line in lines if line), "code of the module")
-        if self._steps > 1:
+        line = next(filter(None, objects.gather(fresh, self._mesh.group("world"))), self._line)
+        if not begins:
             raise RuntimeError(
                 f"{why}; {line} may be what does it. Step {self._steps - 1} ran it for the first time, in "
                 "micro-batches, and was not the step of one process. Go on from a checkpoint before it with "
                 "`MegatronStrategy(whole_batch_loss=True)`, with which batches stay whole."
             )
-        rank_zero_info(f"{why} ({line}). So that the step is that of one process, each batch runs whole.")
-        if (replicas := self._mesh.layout.data) > 1:
-            rank_zero_warn(
-                f"{why} ({line}). Each of the {replicas} replicas does so with the gradients of its own samples, where "
-                "one process has those of all; pass `whole_batch_loss=False` if each replica's own is meant."
-            )
+        said.say_mixed(f"{why} ({line})", self._mesh.layout.data)
         return True
 
     def close(self) -> None:
@@ -346,13 +344,13 @@ class BackwardsOverReplicas:
 
     def __init__(self, context: StepContext, *, asks: bool) -> None:
         self._context, self._steps = context, 0
-        mentions = asks and mentions_backwards(context.module)
-        self._next = 1.0 if asks and all(objects.gather(mentions, context.mesh.group("world"))) else math.inf
+        self._why = backward_code.why_tried(context.module) if asks else ""
+        self._next = 1.0 if asks and all(objects.gather(bool(self._why), context.mesh.group("world"))) else math.inf
 
-    def is_due(self) -> bool:
-        """Whether this step is to be tried; on all ranks alike."""
+    def is_due(self, *, begins: bool) -> bool:
+        """Whether this step, which may be the first of a phase, is to be tried; on all ranks alike."""
         self._steps += 1
-        return self._steps >= self._next
+        return self._steps >= self._next or (begins and self._next < math.inf)
 
     def look(self, call: Callable[[Any], Any], pieces: TriedParts | None, way: Any) -> None:
         """Try a step, and say so once. Collective over the world.
@@ -374,12 +372,14 @@ class BackwardsOverReplicas:
         told = objects.gather(far, self._context.mesh.group("world"))
         if name := next((each for each in told if each), ""):
             self._next = math.inf
-            rank_zero_warn(
-                f"the gradient of `{name}` for two parts of a batch at once is not the mean of theirs: code of the "
-                f"module runs in backwards. Each of the {self._context.mesh.layout.data} replicas runs it on the "
-                "gradients of its own samples, where one process has those of all; pass `whole_batch_loss=False` if "
-                "each replica's own is meant."
-            )
+            why = f"the gradient of `{name}` for two parts of a batch at once is not the mean of theirs: {self._why}"
+            said.warn_of_mixed(why, self._context.mesh.layout.data)
+
+
+def _kept(gradient: Tensor) -> Tensor:
+    """Numbers of a gradient by which it is compared; some of a large one, of which three would take memory."""
+    each = gradient.numel() // _COMPARED
+    return gradient.reshape(-1)[:: each | 1].clone() if each else gradient.clone()
 
 
 def differs(

@@ -361,3 +361,18 @@ def _why_whole(found: Finding, now: Reading) -> str:
         f"the loss of `training_step` is {whole:.6g} for two micro-batches at once, and {mean:.6g} as the mean of "
         "their losses"
     )
+
+
+def say_mixed(why: str, replicas: int) -> None:
+    """Say that batches stay whole, as a backward mixes their samples."""
+    rank_zero_info(f"{why}. So that the step is that of one process, each batch runs whole.")
+    if replicas > 1:
+        warn_of_mixed(why, replicas)
+
+
+def warn_of_mixed(why: str, replicas: int) -> None:
+    """Warn that each replica does so with its own samples."""
+    rank_zero_warn(
+        f"{why}. Each of the {replicas} replicas does so with its own samples, where one process has those of all; "
+        "pass `whole_batch_loss=False` if each replica's own is meant."
+    )

@@ -1,0 +1,130 @@
+"""Steps that take values out of the graph of their loss: the loss is a mean over samples, and its gradient another."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.strategy.hooks.backward_code import lines_out_of_graph
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trainer_for
+from tests.strategy.loss_modules import Task
+
+WIDE = pytest.mark.wide
+WHOLE = "each batch runs whole"
+
+
+class TwoLosses(Task):
+    """The sum of two means, in which gradients are those of samples."""
+
+    padded_from = 24
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        predicted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return self.together(predicted, logits.square().mean())
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        """Of both."""
+        return predicted + size + (3 * size).detach()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Normalised(TwoLosses):
+    """Each divided by itself."""
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return predicted / predicted.detach() + size / size.detach()
+
+
+class Balanced(TwoLosses):
+    """The second scaled to the first, by a number."""
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return predicted + size * (predicted / size).item()
+
+
+class Decorated(Balanced):
+    """By what a method without gradients gives."""
+
+    @torch.no_grad()
+    def scale(self, predicted: Tensor, size: Tensor) -> Tensor:
+        """Of the second."""
+        return predicted / size
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return predicted + size * self.scale(predicted, size)
+
+
+class Later(Balanced):
+    """From the second epoch on."""
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return super().together(predicted, size) if self.current_epoch else predicted + size
+
+
+class Through(TwoLosses):
+    """Logits pass as they are, and gradients without their mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits - (logits.mean(0) - logits.mean(0).detach())
+
+
+KINDS = {kind.__name__: kind for kind in (TwoLosses, Normalised, Balanced, Decorated, Later, Through)}
+
+
+def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after two epochs."""
+    trainer, module = trainer_for(info, layout, arguments, max_epochs=2), KINDS[kind]()
+    trainer.fit(module)
+    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    return {key: value.clone() for key, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "arguments"),
+    [
+        pytest.param(kind, layout, arguments, marks=() if (kind, at) in {("Later", 0), ("TwoLosses", 0)} else WIDE)
+        for kind in KINDS
+        for at, (layout, arguments) in enumerate(
+            [
+                ((2, 1), {}),
+                ((1, 1), {}),
+                ((4, 1), {"micro_batch_size": 1}),
+                ((2, 1), {"pipeline_schedule": "zb-v"}),
+                ((2, 1), {"pipeline_schedule": "interleaved"}),
+                ((2, 1), {"activation_recompute": "full"}),
+                ((2, 1), {"whole_batch_loss": True}),
+            ]
+        )
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    expected = one_process(train, None, kind, {})
+    first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+    if "whole_batch_loss" not in arguments:
+        assert (WHOLE in first.output) == (kind != "TwoLosses")
+
+
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"micro_batch_size": "auto"}, marks=WIDE)])
+@pytest.mark.parametrize("kind", ["TwoLosses", "Balanced", pytest.param("Later", marks=WIDE)])
+def test_replicas_say_that_each_does_so_with_its_own_samples(kind: str, arguments: dict[str, Any]) -> None:
+    first, _ = run_trainers(train, (1, 2), kind, arguments, devices=2, check=False)
+    said = re.sub(r"\s+", " ", f"{first.error}\n{first.output}")  # a warning is an error here
+    assert ("with its own samples, where one process has those of all" in said) == (kind != "TwoLosses"), said
+    assert kind == "TwoLosses" or "`item` in " in said
+
+
+def test_lines_that_only_log_are_not_listed() -> None:
+    names = {kind: [line.split("`")[1] for line in lines_out_of_graph(KINDS[kind]())] for kind in KINDS}
+    assert names["TwoLosses"] == names["Through"][1:] == ["detach"]
+    assert "item" in names["Balanced"] and {"item", "no_grad"} <= {*names["Decorated"]}
