@@ -148,6 +148,43 @@ class OtherKeys(Task):
         self.shadow, self.squares, self.slashes = (checkpoint[key] for key in ("shadow", "averages", "kept"))
 
 
+class OtherWays(Task):
+    """Averages in a dictionary for each module, and under pairs of a name and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow: dict[str, dict[str, Tensor]] = {}
+        self.pairs: dict[tuple[str, int], Tensor] = {}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, p in self.named_parameters():
+            module, _, last = name.rpartition(".")
+            each = self.shadow.setdefault(module, {})
+            each[last] = 0.9 * each.get(last, 0.0) + p
+            self.pairs[name, 0] = 0.5 * self.pairs.get((name, 0), 0.0) + p
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"], checkpoint["averages"] = self.shadow, {"of": {"pairs": self.pairs}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.shadow, self.pairs = checkpoint["shadow"], checkpoint["averages"]["of"]["pairs"]
+
+
+class ByNumber(Task):
+    """Averages in the order in which the weights come, which stages do not share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow: dict[int, Tensor] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.shadow = {at: p.detach().clone() for at, p in enumerate(self.parameters())}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"] = self.shadow
+
+
 class OneLayer(Task):
     """Keeps averages of the first layer under names that all layers have."""
 
@@ -203,7 +240,10 @@ class WritesAtOnce(InTheModule):
 
 KINDS: dict[str, type[Task]] = {
     each.__name__: each
-    for each in (InTheModule, OfAStage, InAnObject, OtherKeys, OneLayer, ByCallback, Twins, WritesAtOnce)
+    for each in (
+        *(InTheModule, OfAStage, InAnObject, OtherKeys, OtherWays, ByNumber),
+        *(OneLayer, ByCallback, Twins, WritesAtOnce),
+    )
 }
 EPOCHS = 2
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_megatron.strategy.saving.spelled_ways import spelled, unfolded
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
 from tests.strategy.kept_by_name_scenarios import kept
@@ -19,7 +21,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], int]] = {
     "pp2xdp2": ((2, 2), {}, 4),
     "pp3": ((3, 1), {}, 3),
 }
-SAVING = ["InTheModule", "OfAStage", "InAnObject", "OtherKeys", "ByCallback"]
+SAVING = ["InTheModule", "OfAStage", "InAnObject", "OtherKeys", "OtherWays", "ByCallback"]
 EVERY_DAY = {("InTheModule", "zb-v"), ("ByCallback", "pp2")}
 ROWS = [
     pytest.param(kind, layout, marks=[] if (kind, layout) in EVERY_DAY else pytest.mark.wide)
@@ -62,6 +64,27 @@ def test_names_that_two_parts_of_a_model_have_are_refused_where_stages_differ(tm
     arguments = {"pipeline_layers": "layers"}
     for outcome in run_trainers(kept, (2, 1), arguments, "Twins", folder, devices=2, check=False, grace=20.0):
         assert "`Twins.shadow` has an entry" in str(outcome.error), outcome.error
+
+
+@pytest.mark.wide
+def test_what_a_checkpoint_has_of_one_stage_only_is_named(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "run")
+    first, _ = run_trainers(kept, (2, 1), {}, "ByNumber", folder, devices=2, check=False, grace=20.0)
+    assert "`checkpoint['shadow'][" in str(first.error) and "is another tensor on each" in str(first.error), first.error
+
+
+def test_ways_that_spell_names_are_folded_and_unfolded() -> None:
+    table = OrderedDict({"head": {"weight": 1, "bias": {}}, "layers": {0: {"weight": 2}}})
+    assert spelled(table, 0) == {
+        "head.weight": (("head", "weight"), 1),
+        "head.bias": (("head", "bias"), {}),
+        "layers.0.weight": (("layers", 0, "weight"), 2),
+    }
+    again = unfolded(spelled(table, 0), table)
+    assert again == table and type(again) is OrderedDict
+    assert spelled({("head.weight", 0): 1, ("head.weight", 1): 2}, 1) == {}
+    assert spelled({("head.weight", 0): 1}, 1) == {"head.weight": ((("head.weight", 0),), 1)}
+    assert spelled({"head.weight": 1}, 0) == {} == spelled({"head": {1.5: 1}}, 0)
 
 
 @pytest.mark.wide

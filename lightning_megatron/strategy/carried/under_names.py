@@ -126,9 +126,16 @@ class ByName:
         """Entries in the order of the weights in one process, others after them."""
         return sorted(items, key=lambda item: self._order.get(self._name(form, item[0]) or "", len(self._order)))
 
-    def merged(self, places: Places, gather: Callable[[Any], Iterable[Any]]) -> dict[Any, Table]:
-        """New dictionaries with the entries of all stages, on the ranks that ``gather`` gives these; collective."""
-        forms = self.forms(places)
+    def merged(
+        self, places: Places, forms: Mapping[Any, KeyForm], gather: Callable[[Any], Iterable[Any]]
+    ) -> dict[Any, Table]:
+        """New dictionaries with the entries of all stages, on the ranks that ``gather`` gives these; collective.
+
+        Args:
+            places: the dictionaries of this stage.
+            forms: theirs, as :meth:`forms` has told.
+            gather: brings what all stages tell together.
+        """
         if not forms:
             return {}
         own = {place: self.own(forms[place], table) for place, table in places.items() if place in forms}
@@ -159,7 +166,7 @@ class ByName:
             alike = [form for form in forms if self._has_shapes(form, table)]
             if forms or not table:
                 several = len({tuple(self._owners(form, table)) for form in alike or forms}) > 1
-                found[place] = alike or forms, {key: _digest(value) if several else "" for key, value in table.items()}
+                found[place] = alike or forms, {key: digest(value) if several else "" for key, value in table.items()}
         return found
 
     def _other_forms(self, table: Table) -> list[KeyForm]:
@@ -225,8 +232,8 @@ def _can_be_told(leaf: Any) -> bool:
     return type(leaf) is not Absent and (isinstance(leaf, _PLAIN) or type(leaf).__module__ == "numpy")
 
 
-def _digest(value: Any) -> str:
-    """Tells values apart."""
+def digest(value: Any) -> str:
+    """A word that tells values apart."""
     try:
         told = objects.encode(map_tensors(value, lambda tensor: tensor.detach().cpu()))
         return hashlib.sha256(told.numpy().data).hexdigest()
