@@ -233,17 +233,17 @@ class BackwardTrials:
             return False
         self._steps += 1
         begins, self.begins = self.begins, False
-        due = self._steps >= self._next and (self._mentioned or self._takes_out)
-        due |= begins and self._takes_out
-        if self._steps == 1:
-            due |= self._any(bool(code.fresh))
-        if not (self._take_told() or due):
+        timely = self._steps >= self._next
+        runs = (timely and self._mentioned) | self._take_told() | (self._steps == 1 and self._any(bool(code.fresh)))
+        if not (runs or (self._takes_out and (timely or begins))):
             self._guard()
             return False
         self._next, fresh = self._steps * _AGAIN, code.take()
         if self._mesh.layout.pipeline > 1 and self._any(bool(code.keeps)):
             backward_code.refuse_kept(next(filter(None, objects.gather(code.keeps, self._mesh.group("world")))))
-        whys = objects.gather(self._try(call, batch, parts, scales, around=around), self._mesh.group("world"))
+        tells = runs or len(parts) > 1  # one backward tells nothing of what leaves the graph
+        why_here = self._try(call, batch, parts, scales, around=around) if tells else ("", False)
+        whys = objects.gather(why_here, self._mesh.group("world"))
         if stray := next((why for why, is_stray in whys if is_stray), ""):
             backward_code.refuse_stray(stray)
         why = next((why for why, _ in whys if why), "")
@@ -324,9 +324,8 @@ class BackwardTrials:
             why = f"a backward writes `{name}`, which the backwards of micro-batches would write several times"
             return why, bool(outside) and self._mesh.rank != self._mesh.loss_rank
         if len(pieces) == 1:
-            runs = self._code is not None and self._code.runs
-            why = "code runs in backwards, and only the layers run in micro-batches"
-            return why if around and runs else "", False
+            runs = around and self._code is not None and self._code.runs
+            return "code runs in backwards, and only the layers run in micro-batches" if runs else "", False
         why = f"the gradient of `{far}` for two micro-batches at once is not the sum of its gradients for each of them"
         return why if far else "", False
 

@@ -34,7 +34,7 @@ def spelled(table: Mapping[Any, Any], variant: int) -> dict[str, tuple[Way, Any]
 
 
 def unfolded(entries: Mapping[str, tuple[Way, Any]], like: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What :func:`spelled` was made of, from its entries, in their order.
+    """The dictionary that :func:`spelled` was made of, from its entries, in their order.
 
     Args:
         entries: ways and values.
