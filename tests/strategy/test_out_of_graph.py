@@ -77,7 +77,19 @@ class Through(TwoLosses):
         return logits - (logits.mean(0) - logits.mean(0).detach())
 
 
-KINDS = {kind.__name__: kind for kind in (TwoLosses, Normalised, Balanced, Decorated, Later, Through)}
+class BySome(TwoLosses):
+    """One of them, by the targets: in the second step not the same for all micro-batches."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.high = bool(y.double().mean() > 9.1)
+        return super().loss(x, y)
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return predicted.detach() + size if self.high else predicted + size.detach()
+
+
+KINDS = {kind.__name__: kind for kind in (TwoLosses, Normalised, Balanced, Decorated, Later, Through, BySome)}
+COMPARED = [kind for kind in KINDS if kind != "BySome"]
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -92,7 +104,7 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
     ("kind", "layout", "arguments"),
     [
         pytest.param(kind, layout, arguments, marks=() if (kind, at) in {("Later", 0), ("TwoLosses", 0)} else WIDE)
-        for kind in KINDS
+        for kind in COMPARED
         for at, (layout, arguments) in enumerate(
             [
                 ((2, 1), {}),
@@ -122,6 +134,14 @@ def test_replicas_say_that_each_does_so_with_its_own_samples(kind: str, argument
     said = re.sub(r"\s+", " ", f"{first.error}\n{first.output}")  # a warning is an error here
     assert ("with its own samples, where one process has those of all" in said) == (kind != "TwoLosses"), said
     assert kind == "TwoLosses" or "`item` in " in said
+
+
+@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 1), marks=WIDE)])
+def test_what_is_seen_late_is_told_with_the_steps_before(layout: Layout) -> None:
+    for outcome in run_trainers(train, layout, "BySome", {}, devices=layout[0], check=False, grace=20.0):
+        said = re.sub(r"\s+", " ", f"{outcome.error}\n{outcome.output}")  # a warning is an error here
+        assert WHOLE in said or outcome.rank, said
+        assert "up to step 1 the micro-batches" in said or outcome.rank, said
 
 
 def test_lines_that_only_log_are_not_listed() -> None:

@@ -227,3 +227,21 @@ def refuse_stray(why: str) -> None:
         f"{why}, and on a stage whose numbers the others do not get. Write it where the last stage is (after the "
         "layers), or use `pipeline_parallel_size=1`."
     )
+
+
+def refuse_late(why: str, line: str, step: int) -> None:
+    """Refuse what mixes samples, and was not tried before it ran in micro-batches.
+
+    Args:
+        why: it is known.
+        line: of the code.
+        step: in which it ran.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{why}; {line} may be what does it. Step {step} ran it for the first time, in micro-batches, and was not the "
+        "step of one process. Go on from a checkpoint before it with `MegatronStrategy(whole_batch_loss=True)`, with "
+        "which batches stay whole."
+    )

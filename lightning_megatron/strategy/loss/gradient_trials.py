@@ -162,8 +162,7 @@ class GradientTrial:
         return "" if self.failed else differs(whole, found, tolerance(self._context.device, dtypes), shares)
 
     def _summed(self, found: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-        named = self._parameters.items()
-        none = ((name, torch.zeros_like(_kept(parameter.detach()))) for name, parameter in named)
+        none = ((name, torch.zeros_like(_kept(p.detach()))) for name, p in self._parameters.items())
         return {name: raw_all_reduce(found.get(name, zeros), group, keep=False) for name, zeros in none}
 
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
@@ -200,14 +199,13 @@ class BackwardTrials:
     """
 
     def __init__(self, context: StepContext) -> None:
-        mesh, options = context.mesh, context.options
+        mesh, options, module = context.mesh, context.options, context.module
         self._context, self._mesh = context, mesh
         cuts = mesh.layout.pipeline > 1 or options.micro_batch_size != "auto"
         self._judges = options.whole_batch_loss is not False
-        cuts &= context.module.automatic_optimization
-        self._code = backward_code.BackwardCode(context.module) if cuts else None
+        self._code = backward_code.BackwardCode(module) if cuts and module.automatic_optimization else None
         self._mentioned = self._code is not None and self._any(self._code.mentioned)
-        lines = backward_code.lines_out_of_graph(context.module) if self._code is not None else []
+        lines = backward_code.lines_out_of_graph(module) if self._code is not None else []
         self._line = lines[0] if lines else "code of the module"
         self._takes_out = self._code is not None and self._any(bool(lines))
         self._steps, self._next, self._found, self.begins = 0, 1, False, True
@@ -238,7 +236,7 @@ class BackwardTrials:
         if not (runs or (self._takes_out and (timely or begins))):
             self._guard()
             return False
-        self._next, fresh = self._steps * _AGAIN, code.take()
+        self._next, fresh = self._steps * (_AGAIN if runs else _again(self._steps)), code.take()
         if self._mesh.layout.pipeline > 1 and self._any(bool(code.keeps)):
             backward_code.refuse_kept(next(filter(None, objects.gather(code.keeps, self._mesh.group("world")))))
         tells = runs or len(parts) > 1  # one backward tells nothing of what leaves the graph
@@ -252,22 +250,20 @@ class BackwardTrials:
             return False
         self._found = True
         code.close()
-        line = next(filter(None, objects.gather(fresh, self._mesh.group("world"))), self._line)
-        if not begins:
-            raise RuntimeError(
-                f"{why}; {line} may be what does it. Step {self._steps - 1} ran it for the first time, in "
-                "micro-batches, and was not the step of one process. Go on from a checkpoint before it with "
-                "`MegatronStrategy(whole_batch_loss=True)`, with which batches stay whole."
-            )
+        seen = next(filter(None, objects.gather(fresh, self._mesh.group("world"))), "")
+        line = seen or self._line
+        if not begins and (seen or not self._takes_out):
+            backward_code.refuse_late(why, line, self._steps - 1)
         said.say_mixed(f"{why} ({line})", self._mesh.layout.data)
+        if not begins:
+            said.warn_of_earlier_steps(self._steps - 1)
         return True
 
     def close(self) -> None:
         """Give torch's methods back; warns, if the last step was the first to run something that was not tried."""
-        if self._code is None:
-            return
-        self._code.close()
-        if self._code.fresh and self._steps > 1 and not self._found:
+        if self._code is not None:
+            self._code.close()
+        if self._code is not None and self._code.fresh and self._steps > 1 and not self._found:
             warnings.warn(
                 f"the last step was the first to run {self._code.fresh}: whether it mixes the samples of a batch was "
                 "not tried, and that step may not be the step of one process.",
@@ -359,7 +355,7 @@ class BackwardsOverReplicas:
             pieces: of this replica's batch; ``None`` if it has none.
             way: what the loss is a mean of, as :attr:`.Reading.way` says.
         """
-        self._next = self._steps * _AGAIN
+        self._next = self._steps * _again(self._steps)
         if pieces is None:
             return
         parts = pieces.parts[:2]
@@ -373,6 +369,11 @@ class BackwardsOverReplicas:
             self._next = math.inf
             why = f"the gradient of `{name}` for two parts of a batch at once is not the mean of theirs: {self._why}"
             said.warn_of_mixed(why, self._context.mesh.layout.data)
+
+
+def _again(step: int) -> int:
+    """Factor to the step tried next: what numbers decide, those of one batch may decide alike."""
+    return 2 if step < 2 * _AGAIN else _AGAIN
 
 
 def _kept(gradient: Tensor) -> Tensor:
