@@ -251,7 +251,7 @@ def test_an_accelerator_looks_at_gradients_until_a_step_has_given_them() -> None
     value, like = torch.ones(2, 3), torch.zeros(2, 3)
 
     def step(*gradients: Tensor | None) -> list[Tensor | None]:
-        heard = [hears.received("key", sends.to_send("key", [each], [like]))[0] for each in gradients]
+        heard = [hears.received(lambda: "key", sends.to_send(lambda: "key", [each], [like]))[0] for each in gradients]
         sends.settle()
         hears.settle()
         return heard

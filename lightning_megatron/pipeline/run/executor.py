@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -284,7 +285,7 @@ class PipelineExecutor:
             self._output_grads[slot.onward] = run.received.gradients()
         else:
             gradients, wanted = run.received.gradients(), run.received.wanted
-            told = self._unreached.to_send(self._key(slot, slot.virtual), gradients, wanted)
+            told = self._unreached.to_send(partial(self._key, slot, slot.virtual), gradients, wanted)
             self._input_grads[slot.place] = told, run.received.leaves[0].requires_grad
 
     def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
@@ -395,6 +396,5 @@ class PipelineExecutor:
         return None if slot is None or slot.action is Action.FINAL else waits.Waiting(slot.in_words())
 
     def _wait_backward(self, slot: Slot) -> None:
-        transfer, _ = self._arriving.pop((1, slot.place))
-        key = self._key(slot, slot.virtual + 1)
-        self._output_grads[slot.place] = self._unreached.received(key, transfer.wait())
+        tensors, key_of = self._arriving.pop((1, slot.place))[0].wait(), partial(self._key, slot, slot.virtual + 1)
+        self._output_grads[slot.place] = self._unreached.received(key_of, tensors)

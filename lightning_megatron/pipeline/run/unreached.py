@@ -14,7 +14,7 @@ the step do; a step in which none does is refused. A new epoch begins anew, as d
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,15 +43,19 @@ class Unreached:
         """Begin anew with the boundaries behind which others tell, or with those where this rank does."""
         self._given[heard].clear()
 
-    def to_send(self, key: Hashable, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    def to_send(
+        self, key_of: Callable[[], Hashable], gradients: Sequence[Tensor | None], like: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Tensors to send for some gradients.
 
         Args:
-            key: of the boundary.
+            key_of: makes the key of the boundary, where one is needed.
             gradients: of what has come through it; ``None`` where nothing depended on it.
             like: tensors of their shapes.
         """
-        found = []
+        if self._looks_always:
+            return [no_gradient(one) if given is None else given for given, one in zip(gradients, like, strict=True)]
+        key, found = key_of(), []
         for place, (gradient, tensor) in enumerate(zip(gradients, like, strict=True)):
             if gradient is not None:
                 self._seen[False].add((key, place))
@@ -61,14 +65,16 @@ class Unreached:
             found.append(filled(tensor) if gradient is None else gradient)
         return found
 
-    def received(self, key: Hashable, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    def received(self, key_of: Callable[[], Hashable], tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients in what has arrived.
 
         Args:
-            key: of the boundary.
+            key_of: makes the key of the boundary, where one is needed.
             tensors: what has arrived.
         """
-        found: list[Tensor | None] = []
+        if self._looks_always:
+            return [None if is_no_gradient(tensor) else tensor for tensor in tensors]
+        key, found = key_of(), list[Tensor | None]()
         for place, tensor in enumerate(tensors):
             none = (key, place) not in self._given[True] and is_no_gradient(tensor)
             if not none:
@@ -82,11 +88,13 @@ class Unreached:
         Raises:
             RuntimeError: the loss did not depend on what has come through a boundary, as it did before.
         """
+        if self._looks_always:
+            return
         lacking = self._lacking - self._seen[False]
-        if not self._looks_always:
-            for heard, seen in self._seen.items():
-                self._given[heard] |= seen
-        self.drop()
+        for heard, seen in self._seen.items():
+            self._given[heard] |= seen
+            seen.clear()
+        self._lacking = set()
         if lacking:
             raise RuntimeError(
                 "the loss does not depend on what the layers before give, as it did in an earlier step, so that "
@@ -94,12 +102,6 @@ class Unreached:
                 "the loss depends on between epochs only, or let stages ask each time: "
                 "`MegatronStrategy(variable_shapes=True)`."
             )
-
-    def drop(self) -> None:
-        """Forget what this step has shown."""
-        self._lacking = set()
-        for seen in self._seen.values():
-            seen.clear()
 
 
 def no_gradient(like: Tensor) -> Tensor:
