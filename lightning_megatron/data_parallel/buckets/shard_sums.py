@@ -45,6 +45,8 @@ class ShardSums:
             factor: by what sums have been divided, if they are finished; they go on times that.
         """
         self._settled = False
+        if bucket in self._under_way:  # of a batch that was tried, and is thrown away
+            self._complete(bucket)
         if fresh or not any(bucket.touched):
             bucket.added, bucket.touched = None, [False] * len(bucket.parameters)
             bucket.maxima = {}
