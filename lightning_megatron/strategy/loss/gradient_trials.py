@@ -208,6 +208,7 @@ class BackwardTrials:
         lines = backward_code.lines_out_of_graph(module) if self._code is not None else []
         self._line = lines[0] if lines else "code of the module"
         self._takes_out = self._code is not None and self._any(bool(lines))
+        self._once = self._takes_out and self._any(backward_code.reads_gradients(module))  # which a trial would clear
         self._steps, self._next, self._found, self.begins = 0, 1, False, True
         self._told: tuple[torch.Tensor, Started | None] | None = None
 
@@ -233,10 +234,11 @@ class BackwardTrials:
         begins, self.begins = self.begins, False
         timely = self._steps >= self._next
         runs = (timely and self._mentioned) | self._take_told() | (self._steps == 1 and self._any(bool(code.fresh)))
-        if not (runs or (self._takes_out and (timely or begins))):
+        due = self._takes_out and (timely or begins) and not (self._once and self._steps > 1)
+        if not (runs or due):
             self._guard()
             return False
-        self._next, fresh = self._steps * (_AGAIN if runs else _again(self._steps)), code.take()
+        self._next, fresh = self._steps * _AGAIN if runs else backward_code.next_try(self._steps), code.take()
         if self._mesh.layout.pipeline > 1 and self._any(bool(code.keeps)):
             backward_code.refuse_kept(next(filter(None, objects.gather(code.keeps, self._mesh.group("world")))))
         tells = runs or len(parts) > 1  # one backward tells nothing of what leaves the graph
@@ -341,6 +343,7 @@ class BackwardsOverReplicas:
         self._context, self._steps = context, 0
         self._why = backward_code.why_tried(context.module) if asks else ""
         self._next = 1.0 if asks and all(objects.gather(bool(self._why), context.mesh.group("world"))) else math.inf
+        self._once = asks and backward_code.reads_gradients(context.module)
 
     def is_due(self, *, begins: bool) -> bool:
         """Whether this step, which may be the first of a phase, is to be tried; on all ranks alike."""
@@ -355,7 +358,7 @@ class BackwardsOverReplicas:
             pieces: of this replica's batch; ``None`` if it has none.
             way: what the loss is a mean of, as :attr:`.Reading.way` says.
         """
-        self._next = self._steps * _again(self._steps)
+        self._next = math.inf if self._once else backward_code.next_try(self._steps)
         if pieces is None:
             return
         parts = pieces.parts[:2]
@@ -369,11 +372,6 @@ class BackwardsOverReplicas:
             self._next = math.inf
             why = f"the gradient of `{name}` for two parts of a batch at once is not the mean of theirs: {self._why}"
             said.warn_of_mixed(why, self._context.mesh.layout.data)
-
-
-def _again(step: int) -> int:
-    """Factor to the step tried next: what numbers decide, those of one batch may decide alike."""
-    return 2 if step < 2 * _AGAIN else _AGAIN
 
 
 def _kept(gradient: Tensor) -> Tensor:
