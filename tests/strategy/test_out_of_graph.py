@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.strategy.hooks.backward_code import lines_out_of_graph
 from tests.harness import RankInfo, one_process, run_trainers
-from tests.parity.scenario import Layout, differences, trainer_for
+from tests.parity.scenario import Layout, differences, trained_state
 from tests.strategy.loss_modules import Task
 
 WIDE = pytest.mark.wide
@@ -88,16 +89,26 @@ class BySome(TwoLosses):
         return predicted.detach() + size if self.high else predicted + size.detach()
 
 
-KINDS = {kind.__name__: kind for kind in (TwoLosses, Normalised, Balanced, Decorated, Later, Through, BySome)}
-COMPARED = [kind for kind in KINDS if kind != "BySome"]
+class CutBySome(TwoLosses):
+    """Layers are cut off where targets are high: on one replica, in the first step."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        logits = self.head(h.detach() if y.double().mean() > 7.8 else h)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+KINDS = {
+    kind.__name__: kind for kind in (TwoLosses, Normalised, Balanced, Decorated, Later, Through, BySome, CutBySome)
+}
+COMPARED = [kind for kind in KINDS if not kind.endswith("BySome")]
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Weights after two epochs."""
-    trainer, module = trainer_for(info, layout, arguments, max_epochs=2), KINDS[kind]()
-    trainer.fit(module)
-    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
-    return {key: value.clone() for key, value in state.items()}
+    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +155,18 @@ def test_what_is_seen_late_is_told_with_the_steps_before(layout: Layout) -> None
         assert "up to step 1 the micro-batches" in said or outcome.rank, said
 
 
+@pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=WIDE)])
+def test_replicas_of_which_one_cuts_its_layers_off_are_refused_where_they_share_weights(layout: Layout) -> None:
+    arguments, devices = {"weight_sharding": True}, 2 * layout[0]
+    outcomes = run_trainers(train, layout, "CutBySome", arguments, devices=devices, check=False, grace=20.0)
+    said = [f"{outcome.error}\n{outcome.output}" for outcome in outcomes]
+    assert any("which layers run depends on the batch" in each for each in said), said
+    assert all(outcome.error and "killed" not in outcome.error for outcome in outcomes), said
+
+
 def test_lines_that_only_log_are_not_listed() -> None:
-    names = {kind: [line.split("`")[1] for line in lines_out_of_graph(KINDS[kind]())] for kind in KINDS}
+    names = {
+        kind: [line.split("`")[1] for line in lines_out_of_graph(functions_of_step(KINDS[kind]()))] for kind in KINDS
+    }
     assert names["TwoLosses"] == names["Through"][1:] == ["detach"]
     assert "item" in names["Balanced"] and {"item", "no_grad"} <= {*names["Decorated"]}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.pipeline.run.unreached import Unreached, is_no_gradient, no_gradient
 from tests.harness import RankInfo, one_process, run_trainers
-from tests.parity.scenario import Layout, differences, trainer_for
+from tests.parity.scenario import Layout, differences, trained_state
 from tests.strategy.loss_modules import Task
 
 WIDE = pytest.mark.wide
@@ -186,10 +186,7 @@ UNREACHED: dict[str, type[Task]] = {
 
 def unreached(info: RankInfo, layout: Layout | None, name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Weights after two epochs."""
-    trainer, module = trainer_for(info, layout, arguments, max_epochs=2), UNREACHED[name]()
-    trainer.fit(module)
-    state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
-    return {key: value.clone() for key, value in state.items()}
+    return trained_state(info, layout, arguments, UNREACHED[name](), max_epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +248,10 @@ def test_an_accelerator_looks_at_gradients_until_a_step_has_given_them() -> None
     value, like = torch.ones(2, 3), torch.zeros(2, 3)
 
     def step(*gradients: Tensor | None) -> list[Tensor | None]:
-        heard = [hears.received(lambda: "key", sends.to_send(lambda: "key", [each], [like]))[0] for each in gradients]
-        sends.settle()
-        hears.settle()
+        heard = [hears.received(lambda: "key", sends.to_send(lambda: "key", [(like, each)]))[0] for each in gradients]
+        for each in (sends, hears):
+            each.settle()
+            each.drop()
         return heard
 
     assert step(None, None) == [None, None]
@@ -263,6 +261,8 @@ def test_an_accelerator_looks_at_gradients_until_a_step_has_given_them() -> None
     assert not first.any()
     with pytest.raises(RuntimeError, match="does not depend on what the layers before give, as it did"):
         step(None, None)
+    sends.drop()
+    hears.drop()
     sends.forget(heard=False)
     hears.forget(heard=True)
     assert step(None, None) == [None, None]

@@ -213,13 +213,13 @@ class Around:
 
     def _whole_gradients(self) -> list[Tensor | None]:
         parts = [self._taken[at] for at in range(len(self._spans))]
-        found = [iter(zip(part.gradients(), part.wanted, strict=True)) for part in parts]
+        found = [iter(part.with_gradients()) for part in parts]
         whole: list[Tensor | None] = []
         for place, leaf in enumerate(self._before.leaves):
             if leaf.requires_grad:
                 pieces = [next(gradients) for gradients in found]
                 dim = parts[0].dims.get(place)
-                each = [torch.zeros_like(like) if gradient is None else gradient for gradient, like in pieces]
+                each = [torch.zeros_like(like) if gradient is None else gradient for like, gradient in pieces]
                 joined = torch.stack(each).sum(0) if dim is None else torch.cat(each, dim)
-                whole.append(None if all(gradient is None for gradient, _ in pieces) else joined)
+                whole.append(None if all(gradient is None for _, gradient in pieces) else joined)
         return whole

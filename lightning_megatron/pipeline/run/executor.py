@@ -138,6 +138,7 @@ class PipelineExecutor:
 
     def _begin(self, step: PipelineStep) -> None:
         self.step = step
+        self._unreached.drop()
         self._last = step.schedule.virtual_stages - 1
         self._signatures: dict[int, Any] = {}
         self.runs = {}
@@ -284,8 +285,7 @@ class PipelineExecutor:
         if slot.onward is not None:
             self._output_grads[slot.onward] = run.received.gradients()
         else:
-            gradients, wanted = run.received.gradients(), run.received.wanted
-            told = self._unreached.to_send(partial(self._key, slot, slot.virtual), gradients, wanted)
+            told = self._unreached.to_send(partial(self._key, slot, slot.virtual), run.received.with_gradients())
             self._input_grads[slot.place] = told, run.received.leaves[0].requires_grad
 
     def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:

@@ -100,6 +100,10 @@ class StageLinks:
         device: where tensors live.
         replicas: group of ranks of the same stage that hold equal boundary tensors, if any.
         options: sizes and limits of what travels.
+
+    Attributes:
+        posts_ahead: whether receives may be posted ahead of use.
+        on_cpu: whether tensors live on the CPU.
     """
 
     def __init__(
@@ -115,9 +119,9 @@ class StageLinks:
         self._device = device
         self._options = options
         self._pending: dict[tuple[int, int], deque[list[Message]]] = {}
-        on_cpu = device.type == "cpu" and dist.get_backend(group) == "gloo" and len(self._peers) > 1
-        beside = on_cpu and options.through_memory
         self.on_cpu = device.type == "cpu"
+        over_gloo = self.on_cpu and dist.get_backend(group) == "gloo" and len(self._peers) > 1
+        beside = over_gloo and options.through_memory
         self._transport = Transport.through_memory(group) if beside else Transport(group)
         self.posts_ahead = self._transport.posts_ahead
 

@@ -44,19 +44,18 @@ class Unreached:
         self._given[heard].clear()
 
     def to_send(
-        self, key_of: Callable[[], Hashable], gradients: Sequence[Tensor | None], like: Sequence[Tensor]
+        self, key_of: Callable[[], Hashable], gradients: Sequence[tuple[Tensor, Tensor | None]]
     ) -> list[Tensor]:
         """Tensors to send for some gradients.
 
         Args:
             key_of: makes the key of the boundary, where one is needed.
-            gradients: of what has come through it; ``None`` where nothing depended on it.
-            like: tensors of their shapes.
+            gradients: what has come through it, with its gradients; ``None`` where nothing depended on it.
         """
         if self._looks_always:
-            return [no_gradient(one) if given is None else given for given, one in zip(gradients, like, strict=True)]
+            return [no_gradient(tensor) if gradient is None else gradient for tensor, gradient in gradients]
         key, found = key_of(), []
-        for place, (gradient, tensor) in enumerate(zip(gradients, like, strict=True)):
+        for place, (tensor, gradient) in enumerate(gradients):
             if gradient is not None:
                 self._seen[False].add((key, place))
             elif (key, place) in self._given[False]:
@@ -93,8 +92,6 @@ class Unreached:
         lacking = self._lacking - self._seen[False]
         for heard, seen in self._seen.items():
             self._given[heard] |= seen
-            seen.clear()
-        self._lacking = set()
         if lacking:
             raise RuntimeError(
                 "the loss does not depend on what the layers before give, as it did in an earlier step, so that "
@@ -102,6 +99,12 @@ class Unreached:
                 "the loss depends on between epochs only, or let stages ask each time: "
                 "`MegatronStrategy(variable_shapes=True)`."
             )
+
+    def drop(self) -> None:
+        """Forget what a step has shown: it has been settled, or has not come to its end."""
+        self._lacking.clear()
+        for seen in self._seen.values():
+            seen.clear()
 
 
 def no_gradient(like: Tensor) -> Tensor:

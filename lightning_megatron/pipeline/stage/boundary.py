@@ -157,13 +157,12 @@ class Boundary:
 
     def gradients(self) -> list[Tensor | None]:
         """The gradient of every tensor that wants one; ``None`` where nothing depended on it."""
-        wanted = [(place, tensor) for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
-        return [tensor.grad if tensor.is_leaf else self.grads.get(place) for place, tensor in wanted]
+        return [gradient for _, gradient in self.with_gradients()]
 
-    @property
-    def wanted(self) -> list[Tensor]:
-        """The tensors that want a gradient."""
-        return [tensor for tensor in self.tensors if tensor.requires_grad]
+    def with_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Every tensor that wants a gradient, with it."""
+        wanted = [(place, tensor) for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
+        return [(tensor, tensor.grad if tensor.is_leaf else self.grads.get(place)) for place, tensor in wanted]
 
 
 class Announcement(NamedTuple):

@@ -72,6 +72,7 @@ class KeptInLoop:
         self._group, self._replicas = mesh.group("data_parallel"), mesh.layout.data
         self._tries, self._told = dict[tuple[str, tuple[Any, ...]], int](), set[Name]()
         self._name, self._loader = "", ()
+        self._metrics: bool | None = None
         self._traces: Traces | None = None
         self._latest: Traces | None = None
         self._values: dict[Name, KeptValue] = {}
@@ -147,8 +148,7 @@ class KeptInLoop:
 
     def _begin(self, name: str, loader: tuple[Any, ...]) -> None:
         self._start_trial(None)
-        told = self._logged is not None and name in self._read and self._has_metrics()
-        if (self._name and loader == self._loader) or not (told or self._read.get(name)):
+        if (self._name and loader == self._loader) or not (self._read.get(name) or self._tells_metrics(name)):
             return
         self._latest = Traces(self._module, beside=True)
         if not self._name:
@@ -157,9 +157,13 @@ class KeptInLoop:
         self._tries[name, loader] = tries = self._tries.get((name, loader), 0) + 1
         self._start_trial(self._latest if tries <= _TRIES else None)
 
-    def _has_metrics(self) -> bool:
-        """Whether a step may tell torchmetrics objects something."""
-        return any(isinstance(child, Metric) for child in self._module.modules())
+    def _tells_metrics(self, name: str) -> bool:
+        """Whether a step may tell torchmetrics objects something, of which trials tell how it comes together."""
+        if self._logged is None or name not in self._read:
+            return False
+        if self._metrics is None:
+            self._metrics = any(isinstance(child, Metric) for child in self._module.modules())
+        return self._metrics
 
     def _note(self, name: str, batch: Any) -> None:
         if self._traces is None or name != self._name:

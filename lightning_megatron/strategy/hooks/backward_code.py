@@ -17,7 +17,8 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.cut.trunk import find_trunk
-from lightning_megatron.pipeline.elsewhere.reachable import Reach, functions_of_step, names_in
+from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 
 _OURS = ("torch", "lightning_megatron", "lightning")
 _NAMES = frozenset({"register_hook", "register_prehook", "register_full_backward_hook", "retain_grad"})
@@ -115,21 +116,23 @@ class BackwardCode:
         self.keeps = self.keeps or (line if keeps else "")
 
 
-def why_tried(module: nn.Module) -> str:
-    """Why the gradients of a module's steps may be other than those of its samples; "" if nothing tells so."""
+def why_tried(module: nn.Module, called: Sequence[types.FunctionType]) -> str:
+    """Why the gradients of a module's steps, which call some functions, may be other than those of its samples; "" if
+    nothing tells so.
+    """
     if _mention(_names(module)):
         return "code of the module runs in backwards"
-    return "".join(f"the step takes values out of the graph ({line})" for line in lines_out_of_graph(module)[:1])
+    return "".join(f"the step takes values out of the graph ({line})" for line in lines_out_of_graph(called)[:1])
 
 
-def lines_out_of_graph(module: nn.Module) -> list[str]:
+def lines_out_of_graph(called: Iterable[types.FunctionType]) -> list[str]:
     """The lines of a training step that take values out of the graph, but for those that it logs.
 
     Args:
-        module: the user's.
+        called: the user's functions that it calls.
     """
     found = []
-    for function in functions_of_step(module):
+    for function in called:
         code, definition = function.__code__, definition_of(function)
         names = sorted(_OUT.intersection(names_in(code)[0])) if definition is None else []
         nodes = [] if definition is None else _taking_out(definition)
@@ -138,14 +141,9 @@ def lines_out_of_graph(module: nn.Module) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def next_try(step: int) -> int:
-    """The step tried after another: what numbers decide, those of one batch may decide alike."""
-    return step * (2 if step < 16 else 8)
-
-
-def reads_gradients(module: nn.Module) -> bool:
-    """Whether a training step mentions gradients, which are those of the step before until they are set to zero."""
-    return any("grad" in names_in(function.__code__)[0] for function in functions_of_step(module))
+def reads_gradients(called: Iterable[types.FunctionType]) -> bool:
+    """Whether functions of a training step mention gradients: those of the step before, until they are set to zero."""
+    return any("grad" in names_in(function.__code__)[0] for function in called)
 
 
 def _taking_out(node: ast.AST) -> Iterator[tuple[str, int]]:

@@ -28,6 +28,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import Started, raw_all_reduce, start_all_reduce
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, trained_loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL_WITH_BACKWARD
 from lightning_megatron.strategy.hooks import backward_code
@@ -35,16 +36,15 @@ from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.over_replicas import TriedParts
+from lightning_megatron.strategy.loss.pieces_tried import differs, next_try, some_of
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
-_AGAIN = 8  # factor between the steps in which it is tried
+_EARLY = 16  # steps before which it is tried more often, as what numbers decide, those of one batch may decide alike
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5}  # relative, of gradients
 _NARROW = 2e-2
-_COMPARED = 1 << 16  # elements of a gradient
-_SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
 
 
 def tolerance(device: torch.device, dtypes: Iterable[torch.dtype]) -> float:
@@ -70,6 +70,7 @@ class GradientTrial:
         at: told which of the pieces the step runs on next.
         alike: whether context ranks have the same parameters, whose gradients are parts of one sum: tokens of two
             pieces at once are dealt out otherwise than those of each.
+        keep: gives what is kept of a gradient.
 
     Attributes:
         draws: of random numbers.
@@ -87,11 +88,12 @@ class GradientTrial:
         may_fail: bool = False,
         at: Callable[[int], None] = lambda _: None,
         alike: bool = True,
+        keep: Callable[[Tensor], Tensor] = torch.clone,
     ) -> None:
         sums = alike and context.mesh.layout.context > 1
         self._sums = context.mesh.group("context_parallel") if sums else None
         self._context, self._parameters, self._may_fail, self._at = context, parameters, may_fail, at
-        self._around = nullcontext() if around is None else around
+        self._around, self._keep = nullcontext() if around is None else around, keep
         self._traces = Traces(context.module, beside=True)
         self.draws, self.failed, self.loss = SameDraws({2: (0, 1)}), False, 0.0
         self.wrote: list[Name] = []
@@ -126,9 +128,9 @@ class GradientTrial:
                 context.streams.use_rows([rows])
                 sink.begin(fresh=True, reduce=False)
                 trial = PipelineStep(schedule, step, [piece], TRIAL_WITH_BACKWARD, [scale], sink, backwards=backwards)
-                executor.run(trial)
+                context.gradients.on_parts(executor.run)(trial)
                 graded = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-                found.append({name: _kept(grad.detach()) for name, grad in graded.items()})
+                found.append({name: self._keep(grad.detach()) for name, grad in graded.items()})
                 self._undo_backward()
             sink.begin(fresh=True, reduce=False)
         stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL_WITH_BACKWARD)
@@ -162,7 +164,7 @@ class GradientTrial:
         return "" if self.failed else differs(whole, found, tolerance(self._context.device, dtypes), shares)
 
     def _summed(self, found: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-        none = ((name, torch.zeros_like(_kept(p.detach()))) for name, p in self._parameters.items())
+        none = ((name, torch.zeros_like(self._keep(p.detach()))) for name, p in self._parameters.items())
         return {name: raw_all_reduce(found.get(name, zeros), group, keep=False) for name, zeros in none}
 
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
@@ -205,10 +207,12 @@ class BackwardTrials:
         self._judges = options.whole_batch_loss is not False
         self._code = backward_code.BackwardCode(module) if cuts and module.automatic_optimization else None
         self._mentioned = self._code is not None and self._any(self._code.mentioned)
-        lines = backward_code.lines_out_of_graph(module) if self._code is not None else []
+        looks = self._judges and self._code is not None
+        called = functions_of_step(module) if looks else []
+        lines = backward_code.lines_out_of_graph(called)
         self._line = lines[0] if lines else "code of the module"
-        self._takes_out = self._code is not None and self._any(bool(lines))
-        self._once = self._takes_out and self._any(backward_code.reads_gradients(module))  # which a trial would clear
+        self._takes_out = looks and self._any(bool(lines))
+        self._once = self._takes_out and self._any(backward_code.reads_gradients(called))  # which a trial would clear
         self._steps, self._next, self._found, self.begins = 0, 1, False, True
         self._told: tuple[torch.Tensor, Started | None] | None = None
 
@@ -238,7 +242,7 @@ class BackwardTrials:
         if not (runs or due):
             self._guard()
             return False
-        self._next, fresh = self._steps * _AGAIN if runs else backward_code.next_try(self._steps), code.take()
+        self._next, fresh = next_try(self._steps, 0 if runs else _EARLY), code.take()
         if self._mesh.layout.pipeline > 1 and self._any(bool(code.keeps)):
             backward_code.refuse_kept(next(filter(None, objects.gather(code.keeps, self._mesh.group("world")))))
         tells = runs or len(parts) > 1  # one backward tells nothing of what leaves the graph
@@ -314,7 +318,8 @@ class BackwardTrials:
         if self._code is not None and self._code.keeps:
             return "the gradient of an activation is kept, and that of a micro-batch is another one", False
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        trial = GradientTrial(self._context, trained, alike=self._context.options.gradients.experts == 1)
+        alike = self._context.options.gradients.experts == 1
+        trial = GradientTrial(self._context, trained, alike=alike, keep=some_of)
         far = trial.differing(call, pieces, batch, scales=scales)
         outside = [name for name in trial.wrote if name[0] not in Parts(self._context.layers)]
         if trial.wrote:
@@ -341,9 +346,10 @@ class BackwardsOverReplicas:
 
     def __init__(self, context: StepContext, *, asks: bool) -> None:
         self._context, self._steps = context, 0
-        self._why = backward_code.why_tried(context.module) if asks else ""
+        called = functions_of_step(context.module) if asks else []
+        self._why = backward_code.why_tried(context.module, called) if asks else ""
         self._next = 1.0 if asks and all(objects.gather(bool(self._why), context.mesh.group("world"))) else math.inf
-        self._once = asks and backward_code.reads_gradients(context.module)
+        self._once = backward_code.reads_gradients(called)
 
     def is_due(self, *, begins: bool) -> bool:
         """Whether this step, which may be the first of a phase, is to be tried; on all ranks alike."""
@@ -358,7 +364,7 @@ class BackwardsOverReplicas:
             pieces: of this replica's batch; ``None`` if it has none.
             way: what the loss is a mean of, as :attr:`.Reading.way` says.
         """
-        self._next = math.inf if self._once else backward_code.next_try(self._steps)
+        self._next = math.inf if self._once else next_try(self._steps, _EARLY)
         if pieces is None:
             return
         parts = pieces.parts[:2]
@@ -366,33 +372,10 @@ class BackwardsOverReplicas:
         counts = [1.0, 1.0] if way == "sum" else [float((way or batch_size_of)(part)) for part in parts]
         total = 1.0 if way == "sum" else sum(counts) or 1.0
         shares = [count / total for count in counts]
-        far = GradientTrial(self._context, trained, may_fail=True).differing(call, parts, pieces.whole, shares=shares)
+        trial = GradientTrial(self._context, trained, may_fail=True, keep=some_of)
+        far = trial.differing(call, parts, pieces.whole, shares=shares)
         told = objects.gather(far, self._context.mesh.group("world"))
         if name := next((each for each in told if each), ""):
             self._next = math.inf
             why = f"the gradient of `{name}` for two parts of a batch at once is not the mean of theirs: {self._why}"
             said.warn_of_mixed(why, self._context.mesh.layout.data)
-
-
-def _kept(gradient: Tensor) -> Tensor:
-    """Numbers of a gradient by which it is compared; some of a large one, of which three would take memory."""
-    each = gradient.numel() // _COMPARED
-    return gradient.reshape(-1)[:: each | 1].clone() if each else gradient.clone()
-
-
-def differs(
-    whole: Mapping[str, Tensor],
-    parts: Sequence[Mapping[str, Tensor]],
-    tolerance: float,
-    shares: Sequence[float] = (1.0, 1.0),
-) -> str:
-    """The first parameter whose gradient of a batch is not the sum of shares of those of its parts."""
-    norms = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
-    least = _SMALL * max(norms.values(), default=0.0)
-    for name, gradient in whole.items():
-        rest = gradient.double()
-        for part, share in zip(parts, shares, strict=True):
-            rest = rest - part[name].double() * share if name in part else rest
-        if not float(rest.norm()) <= tolerance * max(norms[name], least):
-            return name
-    return ""

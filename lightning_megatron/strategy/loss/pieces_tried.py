@@ -36,11 +36,14 @@ from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, candida
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
+_AGAIN = 8  # factor between the steps in which they are tried anyhow
 _LEAST = 1e-6  # how unlike a part is that counts nothing, whose loss tells less than that of another
 _PARTS = 5  # most micro-batches that are tried
 _ORDER = "an order of the samples, behind a condition that the trial did not meet:"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
 _NO_CLASSES: Mapping[str, Any] = MappingProxyType({})
+_COMPARED = 1 << 16  # elements of a gradient
+_SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
 _FEW = 4  # samples at once, of fewer of which some losses look like means
 
 
@@ -324,6 +327,11 @@ class Tried:
         return [recorder.logged() if recorder is not None else {} for recorder in self.recorders]
 
 
+def next_try(step: int, early: int = 0) -> int:
+    """The step in which they are tried after another; in those before ``early``, soon."""
+    return step * (2 if step < early else _AGAIN)
+
+
 def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
     """The first of two neighbours among some batches that have as unlike numbers of targets as any.
 
@@ -341,3 +349,27 @@ def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
             if unlike > best + 1e-9:
                 best, place = unlike, index
     return place
+
+
+def some_of(gradient: Tensor) -> Tensor:
+    """Numbers of a gradient by which it is compared: some of a large one, as three of these would take memory."""
+    each = gradient.numel() // _COMPARED
+    return gradient.reshape(-1)[:: each | 1].clone() if each else gradient.clone()
+
+
+def differs(
+    whole: Mapping[str, Tensor],
+    parts: Sequence[Mapping[str, Tensor]],
+    tolerance: float,
+    shares: Sequence[float] = (1.0, 1.0),
+) -> str:
+    """The first parameter whose gradient of a batch is not the sum of shares of those of its parts."""
+    norms = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
+    least = _SMALL * max(norms.values(), default=0.0)
+    for name, gradient in whole.items():
+        rest = gradient.double()
+        for part, share in zip(parts, shares, strict=True):
+            rest = rest - part[name].double() * share if name in part else rest
+        if not float(rest.norm()) <= tolerance * max(norms[name], least):
+            return name
+    return ""

@@ -46,7 +46,7 @@ from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.class_weights import bind, class_weights_of
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried
+from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried, next_try
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
 from lightning_megatron.strategy.loss.weighing import (
@@ -62,7 +62,7 @@ from lightning_megatron.strategy.loss.written import Kinds, Written
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
-_AGAIN = 8  # factor between the steps at which it is tried anyhow
+_EARLY = 8  # steps before which it is tried more often, where few micro-batches are
 _UNSETTLED = 16  # steps in which equal losses are tried again
 _LATE = ("time", "keys", "other")  # why a step is tried that may not be the first of its kind
 _ROUNDED = (1, 3, 15, 31)  # steps after which logged numbers are, that have been equal
@@ -159,7 +159,7 @@ class LossTrials:
                 with without_zero_weights(self._module, () if spread is None else spread.windows):
                     self._try(call, pieces, why, cut=cut)
         elif due:
-            self._next = self._steps * _AGAIN
+            self._next = next_try(self._steps)
         self._new_keys, self._differ = False, False
 
     def _weighs_whole(self, parts: Sequence[Any]) -> bool:
@@ -313,7 +313,7 @@ class LossTrials:
         if any(by_sample for _, by_sample in (one.own for one in told)) and self._steps <= _UNSETTLED:
             return self._steps + 1  # with what this one will have kept of its samples
         few = min(one.joins for one in told) == 1  # replicas may have unlike numbers of micro-batches
-        return self._steps * (2 if few and self._steps < _AGAIN else _AGAIN)
+        return next_try(self._steps, _EARLY if few else 0)
 
     def _take(
         self, tried: Tried, kinds: Mapping[Name, Kinds], middle: Middle | None, told: Sequence[ToldOfTrial]
