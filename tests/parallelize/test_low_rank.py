@@ -151,6 +151,7 @@ ADAPTERS = {
     "all": {"target_modules": "all-linear"},
     "kept head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "vocabulary": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "odd vocabulary": {"target_modules": ["q_proj", "lm_head"]},
     "weight-decomposed": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
     "weight-decomposed, all": {"target_modules": "all-linear", "use_dora": True},
     "weight-decomposed, biased": {"target_modules": "all-linear", "use_dora": True},
@@ -162,7 +163,8 @@ def adapted(kind: str, **more: Any) -> nn.Module:
     with warnings.catch_warnings(
         action="ignore"
     ):  # of names that PEFT reads from Transformers, which are deprecated there
-        base = hugging_face("llama", attention_bias="biased" in kind, mlp_bias="biased" in kind)
+        biased = {"attention_bias": "biased" in kind, "mlp_bias": "biased" in kind}
+        base = hugging_face("llama", **biased, vocab_size=VOCABULARY + ("odd" in kind))
         return peft.get_peft_model(base, peft.LoraConfig(r=4, **options)).double().train()
 
 

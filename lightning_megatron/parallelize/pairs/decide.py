@@ -77,6 +77,10 @@ def draw_up(
         ends = {name for region in regions for name in region.columns}
         unread = [name for name, style in inner.items() if style.is_column and name not in ends]
         blueprint.styles |= dict.fromkeys(unread, Style.COLWISE_GATHER_OUTPUT)
+        if source == "hugging face":  # heads of odd vocabularies, to which adapters add; others are padded
+            for name in unread:
+                if sizes_of(module.get_submodule(name))[1] % parts:
+                    del blueprint.styles[name]
         blueprint.regions = _without_forks(blueprint, regions)
     _settle_regions(module, blueprint, parts)
     split_vocabulary(module, blueprint)
