@@ -150,12 +150,13 @@ class Fills(Decoder):
 
 
 class Shows(Decoder):
-    """Returns what all layers gave, and changes scores in place."""
+    """Returns what all layers gave, after calls for which nobody collected it, and changes scores in place."""
 
-    def predict_step(self, batch: Tensor, index: int) -> tuple[Tensor, Any]:
+    def predict_step(self, batch: Tensor, index: int) -> tuple[Tensor, Any, Any]:
+        batch = self.model.generate(batch, max_new_tokens=2, do_sample=False)
         options = {"output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False}
         found = self.model.generate(batch, max_new_tokens=NEW, logits_processor=[_unlike_the_last], **options)
-        return found.sequences, found.hidden_states
+        return found.sequences, found.hidden_states, self.model(batch, output_hidden_states=True).hidden_states
 
 
 def _unlike_the_last(input_ids: Tensor, scores: Tensor) -> Tensor:

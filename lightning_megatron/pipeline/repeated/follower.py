@@ -14,6 +14,7 @@ last of them. That takes knowing what a layer gives, which its first call tells.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ class CallFollower:
         self.reach(owner)
         caches = Caches(args, kwargs, name)
         kinds = tuple(map(_kind, args)), tuple((key, _kind(value)) for key, value in kwargs.items())
-        key = (index, kinds, len(caches.found), call.module.training)
+        key = (index, kinds, len(caches.found), call.module.training, _collected())
         form = self._forms.get(key)
         ends = index + 1 == len(self._owners) or self._owners[index + 1] != owner
         if owner == self.stage:
@@ -269,6 +270,12 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor
     return type(value), bool(value) if isinstance(value, (tuple, list, dict)) else True
+
+
+def _collected() -> tuple[Any, ...]:
+    """The names of what hooks collect now: Hugging Face's put hidden states into dictionaries in context variables."""
+    held = ((var.name, *map(str, value)) for var, value in copy_context().items() if isinstance(value, dict))
+    return tuple(sorted(held))
 
 
 def _plain(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.parts.names import lies_in, module_called
 from lightning_megatron.pipeline.elsewhere.away import STATE
-from lightning_megatron.pipeline.elsewhere.containers import Container
+from lightning_megatron.pipeline.elsewhere.containers import HOOKS, Container
 from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, lasts, returned_beside
 from lightning_megatron.pipeline.elsewhere.luggage import Luggage, from_bytes, has_away, to_bytes, unpack
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
@@ -56,7 +56,7 @@ class SideEffects:
         self._others = frozenset(id(m) for name in names[:layers] for m in root.get_submodule(name).modules())
         uses = Counter(id(m) for name in names[:layers] for m in root.get_submodule(name).modules())
         self._shared = frozenset(module for module, layers_of_it in uses.items() if layers_of_it > 1)
-        self._known: dict[int, list[Container]] = {}
+        self._known: dict[int, tuple[Any, list[Container]]] = {}
         self._ran: set[int] = set()
         self._put_off: list[tuple[Effect, tuple[Any, ...]]] = []
         self._travelling: set[_Kind] = set()
@@ -331,16 +331,17 @@ class SideEffects:
     def _containers(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
         arguments = (*args, *kwargs.values())
         given = () if all(map(_is_passive, arguments)) else arguments
-        if given or index not in self._known:
-            unit = self._unit(index)
-            if unit is None:
-                return []
+        unit = self._unit(index)
+        if unit is None:
+            return []
+        hooks = [key for module in unit.modules() for table in HOOKS for key in getattr(module, table)]
+        if given or self._known.get(index, (None,))[0] != hooks:
             reach = Reach(self._root, unit, self._others)
             found = reach.containers(given)
             if reach.passing:
                 return found
-            self._known[index] = found
-        return self._known[index]
+            self._known[index] = hooks, found
+        return self._known[index][1]
 
     def containers(self, place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
         """Containers that a call of a layer or part can write to; unknown of a part that runs after the layers.
