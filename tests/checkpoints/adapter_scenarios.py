@@ -224,3 +224,16 @@ def saved_alone(info: RankInfo, kind: str, folder: str, sizes: dict[str, Any], a
     except ValueError as error:
         return str(error), strategy.full_state_dict()
     return "nothing", None
+
+
+def merged_for_good(info: RankInfo, sizes: dict[str, Any]) -> None:
+    """Training, whose last hook merges the adapter and leaves PEFT."""
+    module = Adapted("llama")
+
+    def merge() -> None:
+        module.model = module.model.merge_and_unload()
+
+    module.on_train_end = merge  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer(info, MegatronStrategy(**sizes), max_steps=1).fit(module)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.checkpoints.files.adapters import Adapter
 from lightning_megatron.checkpoints.files.frozen_beside import WithFrozen
 from lightning_megatron.checkpoints.files.sources import load_whole, open_source
-from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of, saved_alone, train_small
+from tests.checkpoints.adapter_scenarios import Adapted, base_of, logits_of, merged_for_good, saved_alone, train_small
 from tests.checkpoints.commands import command
 from tests.harness import one_process, run_trainers
 
@@ -63,6 +63,15 @@ def test_an_adapter_is_saved_alone_from_a_hook(
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(base_of(kind), str(tmp_path / "adapter")).double()
     torch.testing.assert_close(logits_of(model), logits_of(module.model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "axis", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.wide)]
+)
+def test_an_adapter_that_a_hook_merges_for_good_is_refused_where_weights_are_divided(axis: str) -> None:
+    for outcome in run_trainers(merged_for_good, {axis: 2}, devices=2, check=False, grace=20):
+        said = f"{outcome.error}{outcome.trace}"
+        assert ".base_layer` in a hook" in said and "export --merge-adapters`" in said, outcome
 
 
 @pytest.mark.parametrize(

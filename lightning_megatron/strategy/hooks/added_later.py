@@ -98,11 +98,29 @@ class LateModules:
             )
         if name in self._split:
             self._replaced.append(name)
-        if self._stages > 1 and not self._in_step and before is not None and self._names.get(child, name) != name:
+        other = self._names.get(child, name)
+        if before is not None and other != name and not self._in_step:
+            self._refuse_other(name, other)
+
+    def _refuse_other(self, name: str, other: str) -> None:
+        """Refuse that a part takes the place of another, as where an adapter is merged for good."""
+        merge = (
+            " Merge adapters for good by `lightning-megatron checkpoint export --merge-adapters`, and for a time by "
+            "`merge_adapter()`."
+            if lies_in(other, name)
+            else ""
+        )
+        if self._stages > 1:
             raise RuntimeError(
-                f"`{name}` is given `{self._names[child]}` in a hook, but the stages of a pipeline know by name which "
+                f"`{name}` is given `{other}` in a hook, but the stages of a pipeline know by name which "
                 "of them has what. Choose between them in the step (`head = self.second if self.late else self.first`),"
-                " copy the numbers (`load_state_dict`), or use `pipeline_parallel_size=1`."
+                f" copy the numbers (`load_state_dict`), or use `pipeline_parallel_size=1`.{merge}"
+            )
+        if any(lies_in(part, other) for part in self._split):
+            raise RuntimeError(
+                f"`{name}` is given `{other}` in a hook, after the division of its weights over ranks, which know "
+                "by name what they have parts of: a checkpoint would have one rank's part for the whole. Choose "
+                f"between them in the step, or use `tensor_parallel_size=1`.{merge}"
             )
 
     @contextmanager
