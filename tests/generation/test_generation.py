@@ -18,7 +18,7 @@ from tests.harness import one_process, run_trainers
 
 FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "opt", "gpt_neox"),
-    *("bloom", "gptj", "stablelm", "olmo2", "starcoder2", "falcon", "gemma3n"),
+    *("bloom", "gptj", "stablelm", "olmo2", "starcoder2", "falcon", "gemma3n", "mixtral"),
 )
 LAYOUTS: tuple[Sizes, ...] = ((1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))
 wide = pytest.mark.wide
