@@ -125,6 +125,7 @@ class ExpertSplit:
                 other experts are given, all tensor ranks have.
         """
         calls = Marks.of(self._module).put(Calls(groups.group))
+        Marks.of(self._module).put(calls.joint)
         for mixture in self._found:
             parameters = self._module.get_submodule(mixture.name).named_parameters(mixture.name)
             sees_some = any(name in on_shards for name, _ in parameters)

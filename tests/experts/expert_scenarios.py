@@ -103,6 +103,45 @@ class Watched(Words):
             self.layers[1].experts.up.div_(self.layers[1].experts.up.norm(dim=0, keepdim=True))
 
 
+class SomeSamples(Words):
+    """Samples of one kind learn by the first layers, and others, which not every replica has, by all of them.
+
+    Args:
+        layers: of the model.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        early = x = self.embed(batch[0])
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            early = x if number == 1 else early
+        late = (batch[0][:, 0] == 7).nonzero()[:, 0]  # one in each batch
+        losses = F.cross_entropy(self.head(early).mT, batch[1], reduction="none").mean(1)
+        if len(late):
+            more = F.cross_entropy(self.head(x[late]).mT, batch[1][late], reduction="none").mean(1)
+            losses = losses.index_add(0, late, more)
+        return losses.mean()
+
+
+class LeftOut(Words):
+    """Leaves some batches out, which not every replica has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return None if batch[0][0, 0] % 2 else self.loss(batch)
+
+
+class Penalised(Words):
+    """Adds gradients of its loss to it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = given = self.embed(batch[0]).detach().requires_grad_()
+        for layer in self.layers:
+            x = layer(x)
+        losses = F.cross_entropy(self.head(x).mT, batch[1], reduction="none").mean(1)
+        (gradient,) = torch.autograd.grad(losses.sum(), given, create_graph=True)
+        return (losses + gradient.square().sum((1, 2))).mean()
+
+
 class Strange(Words):
     """Layers with a list of experts.
 
@@ -499,6 +538,10 @@ MODULES = {
     "whole_updates": WholeUpdates,
     "gathered": Gathered,
     "drop_in": DropIn,
+    "some_samples": SomeSamples,
+    "some_samples_list": lambda: SomeSamples([strangers.Block(strangers.Loop) for _ in range(4)]),
+    "penalised": Penalised,
+    "left_out": LeftOut,
     "by_sequence": BySequence,
     "summing": Summing,
     "summing_by_sequence": SummingBySequence,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron.experts.exchange import gathering, sending
+from lightning_megatron.experts.exchange.taking_part import Calls
 from tests.experts.expert_scenarios import TOKENS as SEQUENCE
 from tests.experts.strangers import WIDTH as HIDDEN
 from tests.experts.volume_scenarios import CHOICES, sent
@@ -156,9 +157,9 @@ def test_what_runs_meanwhile_runs_while_rows_are_on_their_way_and_back(mesh):
     owners, order = sending.Owners(2, mesh["data_parallel"].get_group()), []
     plain = sending._Message.start, sending._Message.wait
 
-    def start(message, rows, *, back=False):
-        order.append("starts back" if back else "starts")
-        return plain[0](message, rows, back=back)
+    def start(message, rows):
+        order.append("starts back" if torch._C._current_graph_task_id() >= 0 else "starts")
+        return plain[0](message, rows)
 
     def wait(message):
         order.append("waits")
@@ -184,3 +185,62 @@ def test_what_runs_meanwhile_runs_while_rows_are_on_their_way_and_back(mesh):
     forward = ["starts", "meanwhile", "waits", "starts", "waits"]
     assert order == [*forward, "starts back", "waits", "starts back", "its backward", "waits"]
     torch.testing.assert_close(rows.grad, torch.full_like(rows, 3.0))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@run_ranks(data=RANKS)
+def test_a_backward_takes_part_in_the_messages_of_others_that_its_loss_does_not_depend_on(mesh, gathers):
+    group, weights = mesh["data_parallel"].get_group(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    calls = Calls(group)
+    owners = [sending.Owners(2, group, calls, name, gathers=gathers) for name in "abc"]
+    rows, expert = torch.ones(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True), torch.arange(TOKENS) % 2
+
+    def made(layer, x):
+        def compute(arrived, local, told):
+            return arrived * weights[layer] * 2
+
+        if gathers:
+            return owners[layer].gather(x, expert[:, None], torch.ones(TOKENS, 1, dtype=x.dtype), compute)
+        return owners[layer].send(x, expert, compute)
+
+    with calls.joint.noting() as noted:
+        first = made(0, rows)
+        second = made(1, first)
+        made(2, second)
+    loss = (first if group.rank() else second).sum()
+    calls.joint.joined({"loss": loss}, noted)["loss"].backward()
+    torch.testing.assert_close(rows.grad, torch.full_like(rows, 2 if group.rank() else 4))
+    each = TOKENS * WIDTH  # of the rows that a rank computes, half are from the other one
+    torch.testing.assert_close(weights.grad, torch.tensor([2.0 + 4.0, 4.0, 0.0], dtype=torch.float64) * each / 2)
+
+
+@run_ranks(data=RANKS)
+def test_gradients_of_gradients_go_through_messages(mesh):
+    owners = sending.Owners(2, mesh["data_parallel"].get_group())
+    rows, expert = torch.full((TOKENS, WIDTH), 3.0, dtype=torch.float64, requires_grad=True), torch.arange(TOKENS) % 2
+    found = owners.send(rows, expert, lambda arrived, local, told: arrived**3)
+    (gradient,) = torch.autograd.grad(found.sum(), rows, create_graph=True)
+    torch.testing.assert_close(gradient, 3 * rows**2)
+    gradient.sum().backward()
+    torch.testing.assert_close(rows.grad, 6 * rows)
+
+
+@run_ranks(data=RANKS)
+def test_ranks_that_do_different_things_with_gradients_say_so(mesh):
+    group, rows, expert = mesh["data_parallel"].get_group(), torch.ones(2, WIDTH, requires_grad=True), torch.arange(2)
+    calls = Calls(group)
+    owners = sending.Owners(2, group, calls, "layer.experts")
+
+    def send():
+        return owners.send(rows, expert, lambda arrived, local, told: 2 * arrived)
+
+    one = pytest.raises(RuntimeError, match=r"`layer\.experts` with gradients, and another one under")
+    with one, torch.set_grad_enabled(bool(group.rank())):
+        send()
+    with calls.joint.noting():
+        found = send()
+        with pytest.raises(RuntimeError, match=r"computes a gradient through `layer\.experts` in its step"):
+            if group.rank():
+                torch.autograd.grad(found.sum(), rows)
+            else:
+                send()

@@ -20,37 +20,52 @@ Ranks may have different numbers of rows, and none. Sums are in 32 bits or more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.experts.exchange.taking_part import Calls
 from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_reduce_scatter
 
+Of = tuple[Calls, int]
+"""The calls of all mixtures, and the number of the one whose tokens are gathered."""
 
-def gather_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, anchor: Tensor | None = None) -> Tensor:
+
+def gather_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, of: Of | None = None) -> Tensor:
     """Rows of all ranks, in the order of the ranks; collective over the group, in the backward too.
 
     Args:
         rows: this rank's, [n, ...].
         sizes: n of each rank.
         group: the ranks.
-        anchor: with a gradient, makes the message part of the graph whether ``rows`` have one or not.
+        of: the mixture; makes the message part of the graph whether ``rows`` have gradients or not.
 
     Example:
         2 ranks with [3, h] and [2, h]: [5, h] on both.
     """
-    return cast(Tensor, _Gathered.apply(rows, anchor, tuple(sizes), group))
+    return _noted(_Gathered.apply(rows, _anchor(rows, of), tuple(sizes), group, of), of)
 
 
-def scatter_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, anchor: Tensor | None = None) -> Tensor:
+def scatter_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, of: Of | None = None) -> Tensor:
     """The sum over the ranks of what they have for each row, of which each gets its own; arguments as above.
 
     Example:
         2 ranks with [5, h] each, sizes 3 and 2: [3, h] and [2, h].
     """
-    return cast(Tensor, _Scattered.apply(rows, anchor, tuple(sizes), group))
+    return _noted(_Scattered.apply(rows, _anchor(rows, of), tuple(sizes), group, of), of)
+
+
+def _anchor(rows: Tensor, of: Of | None) -> Tensor:
+    return torch.zeros((), device=rows.device, requires_grad=of is not None and torch.is_grad_enabled())
+
+
+def _noted(found: tuple[Tensor, Tensor], of: Of | None) -> Tensor:
+    rows, root = found
+    if of is not None:
+        of[0].joint.note(root)
+    return rows
 
 
 def gathered_rows(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
@@ -70,29 +85,40 @@ def _scattered_rows(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGro
     return raw_reduce_scatter(padded.flatten(0, 1), 0, group)[: sizes[group.rank()]].to(rows.dtype)
 
 
+def _gradient(ctx: Any, grad: Tensor | None) -> Tensor:
+    """The gradient of what came, once a layer that is recomputed has been so, and others know of it."""
+    (anchor,) = ctx.saved_tensors
+    shape, dtype, of = ctx.kind
+    if of is not None:
+        of[0].differentiate(of[1], anchor.device)
+    return torch.zeros(shape, dtype=dtype, device=anchor.device) if grad is None else grad
+
+
+def _leave(ctx: Any, found: Tensor, anchor: Tensor, message: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Results of a forward: rows, and a number that stands for them."""
+    ctx.message, ctx.kind = message, (found.shape, found.dtype, message[-1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(anchor)
+    return found, anchor.new_zeros(())
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, anchor: Tensor | None, sizes: tuple[int, ...], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.message = sizes, group
-        return gathered_rows(rows, sizes, group)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, *message: Any) -> tuple[Tensor, Tensor]:
+        sizes, group, _ = message
+        return _leave(ctx, gathered_rows(rows, sizes, group), anchor, message)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _scattered_rows(grad, *ctx.message), None, None, None
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return scatter_rows(_gradient(ctx, grad), *ctx.message), None, None, None, None
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, anchor: Tensor | None, sizes: tuple[int, ...], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.message = sizes, group
-        return _scattered_rows(rows, sizes, group)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, *message: Any) -> tuple[Tensor, Tensor]:
+        sizes, group, _ = message
+        return _leave(ctx, _scattered_rows(rows, sizes, group), anchor, message)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return gathered_rows(grad, *ctx.message), None, None, None
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return gather_rows(_gradient(ctx, grad), *ctx.message), None, None, None, None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,15 +127,15 @@ class Owners:
         return self._gathered(*given, compute, told)
 
     def _gathered(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, told: Told) -> Tensor:
-        message, anchor = (told.tokens, self.group), _anchor(hidden)
-        tokens, weighs = (gather_rows(each, *message, anchor) for each in (hidden, weights))
+        message = told.tokens, self.group, (self._calls, self._number)
+        tokens, weighs = (gather_rows(each, *message) for each in (hidden, weights))
         local = (gathered_rows(index, tuple(told.tokens), self.group) - self.first).flatten()
         here = torch.where((local >= 0) & (local < self.local), local, self.local)
         order = here.argsort(stable=True)[: sum(told.of_experts)]
         token = order // index.shape[1]
         made = compute(tokens[token], local[order], told) * weighs.flatten()[order].unsqueeze(1)
         total = made.new_zeros(len(tokens), made.shape[1]).index_add(0, token, made)
-        return scatter_rows(total, *message, anchor).to(hidden.dtype)
+        return scatter_rows(total, *message).to(hidden.dtype)
 
     def _count_copy(self) -> None:
         """Give a copy of a mixture a number of its own, when it is first called."""
@@ -185,14 +185,14 @@ class Owners:
         """Send rows, sorted by their experts, to them and back."""
         arriving = told.rows[:, : self.local].reshape(-1)
         numbers = torch.arange(self.local, device=rows.device).repeat(self.group.size())
-        message = _Message(told.outgoing, told.incoming, self.group)
+        message = _Message(told.outgoing, told.incoming, self._number, self._calls)
         started = _Started.apply(rows, _anchor(rows), message)
         if meanwhile is not None:
             meanwhile()
-        arrived = _Arrived.apply(started, message)
+        arrived = message.arrive(started, rows)
         found = compute(arrived, numbers.repeat_interleave(arriving, output_size=sum(told.incoming)), told)
-        back = _Message(told.incoming, told.outgoing, self.group)
-        return _Arrived.apply(_Started.apply(found, _anchor(rows), back), back)  # type: ignore[no-any-return]
+        back = _Message(told.incoming, told.outgoing, self._number, self._calls)
+        return back.arrive(_Started.apply(found, _anchor(rows), back), rows)
 
 
 def _counts(expert: Tensor, slots: int) -> Tensor:
@@ -211,59 +211,89 @@ def _anchor(rows: Tensor) -> Tensor:
 
 
 class _Message:
-    """Rows under way between the ranks of a group, forward or back.
+    """Rows under way between the ranks of a group.
 
     Args:
         outgoing: rows to each rank.
         incoming: rows from each rank.
-        group: the ranks.
+        number: of the mixture whose they are.
+        calls: of all mixtures.
     """
 
-    def __init__(self, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup) -> None:
-        self._outgoing, self._incoming, self._group = outgoing, incoming, group
+    def __init__(self, outgoing: list[int], incoming: list[int], number: int, calls: Calls) -> None:
+        self._outgoing, self._incoming, self._number, self._calls = outgoing, incoming, number, calls
         self._under_way: list[tuple[Tensor, Tensor, Started]] = []
+        self.sent_back: _Message
 
-    def start(self, rows: Tensor, *, back: bool = False) -> None:
-        """Send rows; ``back`` for gradients of those that came."""
-        sizes = (self._incoming, self._outgoing) if back else (self._outgoing, self._incoming)
-        self._under_way.append((rows, *start_all_to_all_rows(rows, *sizes, self._group)))
+    @property
+    def placeholder(self) -> int:
+        """Number of the rows that come in the forward; of those that :class:`_Started` gives."""
+        return sum(self._incoming)
+
+    def back(self) -> _Message:
+        """That of the gradients."""
+        return _Message(self._incoming, self._outgoing, self._number, self._calls)
+
+    def start(self, rows: Tensor) -> None:
+        """Send rows."""
+        self._under_way.append((rows, *start_all_to_all_rows(rows, self._outgoing, self._incoming, self._calls.group)))
 
     def wait(self) -> Tensor:
         """The rows that have come."""
         rows, arrived, work = self._under_way.pop()
-        wait_for(work, "all_to_all", rows, self._group)
+        wait_for(work, "all_to_all", rows, self._calls.group)
         return arrived
+
+    def arrive(self, started: Tensor, like: Tensor) -> Tensor:
+        """The rows that have come, with gradients that go back; ``started`` is what :class:`_Started` gave."""
+        rows, root = _Arrived.apply(started, _anchor(like), self)
+        self._calls.joint.note(root)
+        return cast(Tensor, rows)
+
+    def differentiate(self, like: Tensor) -> None:
+        """Called before gradients are sent."""
+        self._calls.differentiate(self._number, like.device)
 
 
 class _Started(torch.autograd.Function):
     """Sends rows to the ranks of a group, for which :class:`_Arrived` waits; the other way round in the backward.
 
-    Between the two, rows stand for what will come. What runs there in the forward runs there in the backward too:
-    autograd takes the latest first.
+    Between the two, nothing stands for what will come. What runs there in the forward runs there in the backward too:
+    autograd takes the latest first. The backward can be differentiated.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, message: _Message) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, message: _Message, places: int = -1) -> Tensor:
         ctx.message = message
         message.start(rows)
-        return rows.view_as(rows)
+        places = message.placeholder if places < 0 else places
+        return rows.new_empty(()).expand(places, *rows.shape[1:])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return ctx.message.wait(), None, None
+        return ctx.message.sent_back.arrive(grad, grad), None, None, None
 
 
 class _Arrived(torch.autograd.Function):
-    """Rows that have come; see :class:`_Started`."""
+    """Rows that have come, and a number that stands for them; see :class:`_Started`.
+
+    A layer that is recomputed is so before the messages of its backward, which is why something is saved.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, message: _Message) -> Tensor:
-        ctx.message, ctx.shape = message, rows.shape
-        return message.wait()
+    def forward(ctx: Any, started: Tensor, anchor: Tensor, message: _Message) -> tuple[Tensor, Tensor]:
+        ctx.message, ctx.places = message, len(started)
+        ctx.set_materialize_grads(False)
+        arrived = message.wait()
+        ctx.save_for_backward(anchor)
+        ctx.kind = arrived.shape, arrived.dtype
+        return arrived, anchor.new_zeros(())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.message.start(grad.contiguous(), back=True)
-        return grad.new_empty(()).expand(ctx.shape), None
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        (anchor,) = ctx.saved_tensors
+        shape, dtype = ctx.kind
+        rows = torch.zeros(shape, dtype=dtype, device=anchor.device) if grad is None else grad
+        ctx.message.differentiate(rows)
+        back = ctx.message.sent_back = ctx.message.back()
+        return _Started.apply(rows.contiguous(), _anchor(rows), back, ctx.places), None, None

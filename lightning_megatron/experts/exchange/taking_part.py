@@ -3,6 +3,7 @@
 Each exchange begins with a message of counts, which also says what its sender is at::
 
     2 + n    calls mixture n
+    -2 - n   computes gradients through mixture n inside of its step
     PAUSED   is through with a part of its step, such as a loop that generates tokens, and waits for the others
     DONE     is through with its step
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.messages.joint_backwards import JointBackwards
 from lightning_megatron.mesh.messages.passed_on import raw_all_to_all
 from lightning_megatron.mesh.replaced import Replacements
 
@@ -69,10 +71,14 @@ class Calls:
 
     Args:
         group: the ranks that share out the experts.
+
+    Attributes:
+        group: the same.
+        joint: told the messages that have backwards.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group, self.joint = group, JointBackwards(group)
         self._names: list[str] = []
         self._copies: list[int] = []
         self._answers: WeakValueDictionary[int, Answers] = WeakValueDictionary()
@@ -109,6 +115,21 @@ class Calls:
         """
         self._answers[number] = mixture
         return self._told(*self._tell(CALLING + number, rows.device, rows, called, tokens), rows.shape[1])
+
+    def differentiate(self, number: int, device: torch.device) -> None:
+        """Called in the backward of a call's messages. That of a step is the same on all ranks; one inside of a forward
+        is told to the others, collective over the group.
+
+        Args:
+            number: of the mixture.
+            device: where the ranks' tensors live.
+
+        Raises:
+            RuntimeError: not all ranks are at the same; on each of them.
+        """
+        if self.joint.in_forward:
+            nothing = torch.zeros(self.group.size(), self._widest, dtype=torch.long, device=device)
+            self._tell(-CALLING - number, device, nothing, nothing)
 
     def end(self, device: torch.device, *, paused: bool = False) -> None:
         """Compute experts for the others until they are through too; collective over the group.
@@ -157,11 +178,18 @@ class Calls:
         flat = torch.cat((arrived.flatten(), rows.sum(1))).tolist()
         width, size = told.shape[1], self.group.size()
         heard = [flat[rank * width : (rank + 1) * width] for rank in range(size)]
-        self._check([row[-2] for row in heard], any(row[-1] for row in heard if row[-2] >= CALLING))
+        self._check([row[-2] for row in heard], {row[-1] for row in heard if row[-2] >= CALLING})
         return arrived, [*heard, flat[size * width :]]
 
-    def _check(self, states: list[int], with_gradients: bool) -> None:
+    def _check(self, states: list[int], with_gradients: set[int]) -> None:
         calling = {state for state in states if state >= CALLING}
+        behind = {-state for state in states if state < 0}
+        if behind and len(set(states)) > 1:
+            raise RuntimeError(
+                f"a replica computes a gradient through `{self._name(max(behind) - CALLING)}` in its step, and another "
+                "one does not. All replicas that share out experts take part in every gradient, so they must ask for "
+                "the same ones (`torch.autograd.grad`) in the same order, or use `expert_parallel_size=1`."
+            )
         if len(calling) > 1:
             told = " and ".join(f"`{self._name(state - CALLING)}`" for state in sorted(calling))
             raise RuntimeError(
@@ -169,7 +197,13 @@ class Calls:
                 "must call the same ones in the same order: let no layer depend on a replica's own data or draws, or "
                 "use `expert_parallel_size=1`."
             )
-        if calling and with_gradients and len(set(states)) > 1:
+        if len(with_gradients) > 1:
+            raise RuntimeError(
+                f"a replica calls `{self._name(calling.pop() - CALLING)}` with gradients, and another one under "
+                "`torch.no_grad()`. All replicas that share out experts take part in every backward: let this not "
+                "depend on a replica's own data or draws, or use `expert_parallel_size=1`."
+            )
+        if calling and any(with_gradients) and len(set(states)) > 1:
             raise RuntimeError(
                 f"a replica calls `{self._name(calling.pop() - CALLING)}` with gradients, and another one has ended "
                 "its step. All replicas that share out experts take part in every layer, so they must call them equally"
@@ -222,6 +256,18 @@ class StepCalls:
             return output
 
         return call if self._calls is None else ends
+
+    def joining(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A step that ends in all replicas, and whose loss has a backward as that of others, in the same messages."""
+
+        def joins(batch: Any) -> Any:
+            joint = cast(Calls, self._calls).joint
+            with joint.noting() as noted:
+                output = call(batch)
+            self.end()
+            return joint.joined(output, noted)
+
+        return call if self._calls is None else joins
 
     def close(self) -> None:
         """Give the models' methods back."""

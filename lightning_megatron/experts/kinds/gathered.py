@@ -84,7 +84,9 @@ class GatheredExperts:
         device = module.get_parameter(next(iter(self.parts))).device
         none = torch.zeros(self._calls.group.size(), 1, dtype=torch.long, device=device)
         self._calls.call(self._number, none, none, self)
-        *found, anchor = _WholeWeights.apply(tuple(self.parts.values()), *self._held(module))
+        message = self._calls, self._number
+        *found, anchor, root = _WholeWeights.apply(tuple(self.parts.values()), message, *self._held(module))
+        self._calls.joint.note(root)
         with self._running(module, dict(zip(self.parts, found, strict=True))):
             output = own(*args, **kwargs)
         return self._joined(output, anchor) if anchor.requires_grad else output
@@ -93,7 +95,7 @@ class GatheredExperts:
         """Take part in a call of the others without one of this rank's own."""
         module = self._called()
         if module is not None:
-            _WholeWeights.apply(tuple(self.parts.values()), *self._held(module))
+            _WholeWeights.apply(tuple(self.parts.values()), (self._calls, self._number), *self._held(module))
 
     def _held(self, module: nn.Module) -> list[Tensor]:
         return [module.get_parameter(name) for name in self.parts]
@@ -129,24 +131,29 @@ class GatheredExperts:
 
 
 class _WholeWeights(torch.autograd.Function):
-    """Whole parameters from their parts, and a zero that stands for all of them.
+    """Whole parameters from their parts, a zero that stands for all of them, and a number that nothing is made of.
 
-    A parameter whose gradient no rank of the group has, has none.
+    A parameter whose gradient no rank of the group has, has none. A layer that is recomputed is so before its messages,
+    which is why something is saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, parts: tuple[ParameterParts, ...], *held: Tensor) -> tuple[Tensor, ...]:
-        ctx.parts, ctx.kinds = parts, [(each.dtype, each.device) for each in held]
+    def forward(
+        ctx: Any, parts: tuple[ParameterParts, ...], of: tuple[Calls, int], *held: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.of, ctx.kinds = parts, of, [(each.dtype, each.device) for each in held]
         ctx.set_materialize_grads(False)
         found = tuple(part.gather(each) for part, each in zip(parts, held, strict=True))
         ctx.mark_non_differentiable(*(w for w, each in zip(found, held, strict=True) if not each.requires_grad))
-        return (*found, held[0].new_zeros(()))
+        ctx.save_for_backward(held[0].new_zeros(()))
+        return *found, held[0].new_zeros(()), held[0].new_zeros(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         group, found = ctx.parts[0].group, list[Tensor | None]()
-        here = torch.tensor([grad is not None for grad in grads[:-1]], dtype=torch.long, device=ctx.kinds[0][1])
+        ctx.of[0].differentiate(ctx.of[1], ctx.saved_tensors[0].device)
+        here = torch.tensor([grad is not None for grad in grads[:-2]], dtype=torch.long, device=ctx.kinds[0][1])
         touched = raw_all_reduce(here, group).tolist()
         for part, (dtype, device), grad, count in zip(ctx.parts, ctx.kinds, grads, touched, strict=False):
             if not count:
@@ -155,7 +162,7 @@ class _WholeWeights(torch.autograd.Function):
             wide = torch.promote_types(dtype, torch.float32)
             own = torch.zeros(part.shape, dtype=wide, device=device) if grad is None else grad.to(wide)
             found.append((part.cut(raw_all_reduce(own, group)) / part.same_loss).to(dtype))
-        return (None, *found)
+        return None, None, *found
 
 
 def gathered_dims(

@@ -139,7 +139,8 @@ class Around:
     def _arriving(self, micro_batch: int) -> Boundary:
         """Input of the first layer in a micro-batch; the code before the layers runs for the first of them."""
         if not self._before.leaves:
-            sent = self._stage.run_before(self._whole.before, self._whole.batch, self._name).sent
+            self._first = self._stage.run_before(self._whole.before, self._whole.batch, self._name)
+            sent = self._first.sent
             if lasts(sent.effects):
                 refuse_left_behind()
             if self._training:
@@ -179,7 +180,7 @@ class Around:
         except Exception as error:
             self._fail(error, 0, ())
 
-    def behind(self, backward: Callable[[Any], None] | None) -> Any:
+    def behind(self, backward: Callable[[StageRun], None] | None) -> Any:
         """Run the code after the layers.
 
         Args:
@@ -192,7 +193,7 @@ class Around:
         joined = JoinedBoundary(parts=parts, spans=self._spans, wants=self._training)
         run = self._stage.run_behind(self._whole.behind, self._whole.batch, joined, self._name)
         if backward is not None:
-            backward(run.output)
+            backward(run)
             self._gradients = dict(enumerate(joined.parts_of_gradients()))
         else:
             self._whole.given = joined.tensors
@@ -203,13 +204,18 @@ class Around:
         """Gradients of the last layer's output for a micro-batch; ``None`` where the loss does not depend on it."""
         return self._gradients.pop(micro_batch)
 
-    def take(self, micro_batch: int, received: Boundary) -> None:
-        """Keep the gradients of the first layer's input; the last of them starts the backward of the code before."""
+    def take(self, micro_batch: int, received: Boundary, differentiate: Callable[..., None]) -> None:
+        """Keep the gradients of the first layer's input; the last of them starts the backward of the code before.
+
+        Args:
+            micro_batch: its number.
+            received: the input.
+            differentiate: runs autograd back; see
+                :meth:`~lightning_megatron.pipeline.run.pipeline_step.PipelineStep.differentiate`.
+        """
         self._taken[micro_batch] = received
-        if len(self._taken) == len(self._spans) and self._roots:
-            reached = [pair for pair in zip(self._roots, self._whole_gradients(), strict=True) if pair[1] is not None]
-            if reached:
-                torch.autograd.backward([root for root, _ in reached], [gradient for _, gradient in reached])
+        if len(self._taken) == len(self._spans):
+            differentiate(self._first, self._roots, self._whole_gradients())
 
     def _whole_gradients(self) -> list[Tensor | None]:
         parts = [self._taken[at] for at in range(len(self._spans))]

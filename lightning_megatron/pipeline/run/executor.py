@@ -258,13 +258,10 @@ class PipelineExecutor:
         run = self.runs.pop(place)
         self.stage.resume(slot.virtual, run)
         if slot.virtual == self._last and around is None:
-            self._backward_from_loss(run.output, run.micro_batch)
+            self._backward_from_loss(run)
             self.step.outputs[run.micro_batch] = map_tensors(run.output, torch.detach)
         else:
-            pairs = zip(self._roots.pop(place), self._output_grads.pop(place), strict=True)
-            reached = [(root, grad) for root, grad in pairs if grad is not None]  # parameters behind others get none
-            if reached:
-                self.step.differentiate([root for root, _ in reached], [grad for _, grad in reached])
+            self.step.differentiate(run, self._roots.pop(place), self._output_grads.pop(place))
         self.stage.end()
         self._hand_back(slot, run)
 
@@ -279,8 +276,7 @@ class PipelineExecutor:
         """Keep the gradients of what a forward received for the piece before."""
         if slot.virtual == 0:
             if self._around is not None:
-                with self.step.backwards():
-                    self._around.take(slot.micro_batch, run.received)
+                self._around.take(slot.micro_batch, run.received, self.step.differentiate)
             return
         if slot.onward is not None:
             self._output_grads[slot.onward] = run.received.gradients()
@@ -288,10 +284,10 @@ class PipelineExecutor:
             told = self._unreached.to_send(partial(self._key, slot, slot.virtual), run.received.with_gradients())
             self._input_grads[slot.place] = told, run.received.leaves[0].requires_grad
 
-    def _backward_from_loss(self, output: Any, micro_batch: int = 0) -> None:
-        loss = trained_loss_of(output)
-        scale = torch.full_like(loss, self.step.loss_scales[micro_batch], requires_grad=False)
-        self.step.differentiate([loss], [scale])
+    def _backward_from_loss(self, run: StageRun) -> None:
+        loss = trained_loss_of(run.output)
+        scale = torch.full_like(loss, self.step.loss_scales[run.micro_batch], requires_grad=False)
+        self.step.differentiate(run, [loss], [scale])
 
     def _backward_input(self, slot: Slot) -> None:
         queue: list[Factors] = []

@@ -104,10 +104,22 @@ class PipelineStep:
         """
         return self.whole is None and (self.goes_on is not None or self.name == TRIAL)
 
-    def differentiate(self, roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-        """Let autograd run back from tensors, or edges of its graph, with the gradients of each."""
-        with self.backwards():
-            torch.autograd.backward(roots, gradients)
+    def differentiate(self, run: StageRun, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """Let autograd run back from tensors, or edges of the graph of a run; collective over those that exchange
+        messages in it.
+
+        Args:
+            run: the forward.
+            roots: the tensors or edges.
+            gradients: of each; ``None`` for those behind which there are parameters alone.
+        """
+        reached = [(root, grad) for root, grad in zip(roots, gradients, strict=True) if grad is not None]
+        nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root, _ in reached]
+        further = run.further_roots(nodes)
+        reached += [(root, torch.zeros_like(root)) for root in further]
+        if reached:
+            with self.backwards():
+                torch.autograd.backward([root for root, _ in reached], [grad for _, grad in reached])
 
 
 def loss_of(output: Any) -> Tensor:

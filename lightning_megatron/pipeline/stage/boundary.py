@@ -10,7 +10,7 @@ function that hands its gradient out, unless the first run has shown that no lay
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.autograd import count_back
+from lightning_megatron.mesh.messages.joint_backwards import JointBackwards
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.stage.forms import Forms
 
@@ -199,12 +200,26 @@ class StageRun:
         received: inputs of the stage, where its autograd graph begins.
         sent: outputs of the stage, still attached to the graph; empty on the last.
         output: what the user's step returned; last stage only.
+        joint: messages of the forward whose backwards other ranks take part in, and what knows theirs.
     """
 
     micro_batch: int
     received: Boundary
     sent: Boundary
     output: Any = None
+    joint: tuple[JointBackwards, list[Tensor]] | None = None
+
+    def further_roots(self, nodes: Iterable[Any]) -> list[Tensor]:
+        """Roots from which a backward of this run starts too, with gradients of zero, as those of other ranks come to
+        what they stand for; collective over these ranks.
+
+        Args:
+            nodes: of the graph, where it starts.
+        """
+        if self.joint is None:
+            return []
+        (joint, noted), self.joint = self.joint, None
+        return joint.further_roots(noted, nodes)
 
 
 class _Arrival(torch.autograd.Function):

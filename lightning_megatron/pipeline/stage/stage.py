@@ -17,6 +17,7 @@ from lightning_megatron.layers.all_here import begin_pass, no_backward
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.messages.joint_backwards import JointBackwards
 from lightning_megatron.mesh.parts.names import module_called, owner_and_leaf
 from lightning_megatron.pipeline.cut.partition import Partition, parts_outside
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, STATE, Away, make_real
@@ -213,7 +214,16 @@ class Stage:
         """Whether layers of this stage were seen to have side effects in the step of this name."""
         return self.cursor.side_effects.found_in(where)
 
-    def _run(
+    def _run(self, *args: Any) -> StageRun:
+        joint = Marks.of(self.module).get(JointBackwards)
+        if joint is None:
+            return self._run_alone(*args)
+        with joint.noting() as noted:
+            run = self._run_alone(*args)
+        run.joint = joint, noted
+        return run
+
+    def _run_alone(
         self,
         bounds: tuple[int, int],
         micro_batch: int,

@@ -13,6 +13,8 @@ from torch import nn
 
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.draws.segment_hooks import SegmentHooks
+from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.messages.joint_backwards import JointBackwards
 from lightning_megatron.pipeline.cut.partition import parts_outside
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.schedules.instructions import Schedule
@@ -32,7 +34,7 @@ class UncutModule:
     leaves_out = False
 
     def __init__(self, module: nn.Module, streams: SegmentStreams) -> None:
-        self._streams = streams
+        self._module, self._streams = module, streams
         self._segments = _segments(module, streams)
 
     def run(
@@ -58,7 +60,12 @@ class UncutModule:
             trunk_only: never, with one stage.
         """
         self.enter(micro_batch)
-        return StageRun(micro_batch, received, Boundary(), step(batch, micro_batch))
+        joint = Marks.of(self._module).get(JointBackwards)
+        if joint is None:
+            return StageRun(micro_batch, received, Boundary(), step(batch, micro_batch))
+        with joint.noting() as noted:
+            output = step(batch, micro_batch)
+        return StageRun(micro_batch, received, Boundary(), output, (joint, noted))
 
     def enter(self, micro_batch: int) -> None:
         """Let what follows draw as a micro-batch does."""

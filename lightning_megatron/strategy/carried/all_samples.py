@@ -213,7 +213,8 @@ class AllSamples:
     ) -> dict[Name, Any]:
         """Values of some names that a step on all samples writes, on every stage of the pipeline."""
         context, stages = self._context, self._context.stages
-        call = context.gradients.on_parts(context.experts.ending(call) if stages.repeats is None else call)
+        call = context.gradients.on_parts(call)
+        call = context.experts.ending(call) if stages.repeats is None else call
         graphs = context.mesh.layout.pipeline > 1 or takes_gradients(self._module) or self._asks_for_graphs
 
         def tried() -> Tried:

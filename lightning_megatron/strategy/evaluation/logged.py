@@ -204,11 +204,12 @@ class LoggedInEvaluation:
     def _try(self, outcome: Outcome, call: Callable[[Any], Any], batch: Any, pieces: TriedParts, name: str) -> Outcome:
         context, stages = self._context, self._context.stages
         joins, traces = Joins(pieces.whole, pieces.parts), Traces(context.module, beside=True)
-        foreign, call = context.streams.is_foreign, context.experts.ending(call) if stages.repeats is None else call
+        foreign = context.streams.is_foreign
         sees = SeesGroup(context.mesh.group("data_parallel"))
         replicas = present(self._replicas, "replicas")
         kept = replicas.kept_of(joins, pieces)
         call = context.gradients.on_parts(call)
+        call = context.experts.ending(call) if stages.repeats is None else call
         draws = SameDraws(joins.joins, foreign)
         run = Tried(call, context.recording, traces, joins, stages, 2, sees, draws, kept)
         step = PipelineStep(context.schedule(len(joins.pieces), forward_only=True), run, joins.pieces, tried(name))
@@ -217,8 +218,6 @@ class LoggedInEvaluation:
         stages.begin_evaluation()
         with context.streams.trial(name, rows=joins.rows()), stages.running(*checked, training=False) as executor:
             executor.run(step) if passes is None else passes(step, self._undone)
-        if repeats is not None:
-            context.experts.end()
         kinds, *_ = run.written(context.layers, cut=False)
         grown = {value for value, ways in kinds.items() if {"sum", "set"}.intersection(ways)}
         rows = replicas.learn_rows(run, traces.lasting(set(run.changes(0))) - grown)  # of layers on any stage

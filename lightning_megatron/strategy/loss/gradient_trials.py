@@ -114,7 +114,7 @@ class GradientTrial:
             scales: factors of their losses.
         """
         context, stages, found = self._context, self._context.stages, list[dict[str, Tensor]]()
-        call = context.experts.ending(call) if context.mesh.layout.pipeline == 1 else call
+        call = context.experts.ending(call) if stages.repeats is None else call
 
         def step(piece: Any, _: int) -> Any:
             return self._step(call, piece, len(found))

@@ -247,8 +247,8 @@ class LossTrials:
         batch, parts = of.whole, of.parts
         joins = Joins(batch, parts, self._beyond if cut else None, class_weights_of(self._module, self._mesh))
         due, self._fresh = self._steps >= self._next, True
-        call = self._context.experts.ending(call) if self._mesh.layout.pipeline == 1 else call
         call = self._context.gradients.on_parts(call)
+        call = self._context.experts.ending(call) if self._stages.repeats is None else call
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
         watched, passes = self._streams.of_batch, self._passes()

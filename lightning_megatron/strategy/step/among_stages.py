@@ -172,7 +172,12 @@ class SeveralStages:
         tensor: how parameters are split over tensor-parallel ranks.
         options: the user's choices.
         world: what lies outside of this process.
+
+    Attributes:
+        ended: called at the end of each run of a step, to wait for replicas that go on.
     """
+
+    ended: Callable[[], None]
 
     def __init__(
         self,
@@ -264,6 +269,7 @@ class SeveralStages:
             self._check_equal_batches(opened, batch, micro_batches)
             self._delivery.expect()
             yield opened.executor
+            self.ended()
             if training:
                 self._leftovers.share_buffers()
         finally:

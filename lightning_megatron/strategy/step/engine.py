@@ -114,6 +114,8 @@ class StepEngine:
         self.recording = Recording(module, mesh, device, check, take)
         here = Marks.of(module).get(Calls)
         self._experts = StepCalls(module, here, device, lambda: self.recording.recorder is not None)
+        if stage is not None:
+            several_stages.ended = self._experts.end
         shared = self.model_gradients, self.recording, self.losses, self._experts
         self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
         self._in_parts = ScheduledStep(self._context)

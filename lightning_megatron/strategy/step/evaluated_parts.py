@@ -162,8 +162,6 @@ class EvaluatedParts:
         trial = context.streams.trial(name, rows=joins.rows())
         with trial, stages.running(*checked, training=False) as executor:
             executor.run(step) if passes is None else passes(step, self._undone)
-        if repeats is not None:
-            context.experts.end()
         kinds, writes, unsure, _ = verdict = run.written(context.layers)
         writes = known.written.note(verdict) or writes
         outcome = stages.outcome(partial(self._found, known, step, run, joins), tried(name))

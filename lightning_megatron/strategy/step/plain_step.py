@@ -72,7 +72,7 @@ class PlainStep:
             shares = shares_of(recorder, [batch])[0]
             if cut.logs or self._cuts.weighs or shares:
                 recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch), shares)
-            output = self._experts.ending(call)(batch)
+            output = self._experts.joining(call)(batch)
             unseen = self._cuts.trials.tells
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
         self._cuts.settle()

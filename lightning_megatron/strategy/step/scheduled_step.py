@@ -191,8 +191,6 @@ class ScheduledStep:
                 executor.run(step) if passes is None else passes(step, self._writes.undone)
             if training:
                 self._gradients.sink.all_arrived()
-            if repeats is not None and not training:
-                self._context.experts.end()
             if name == "training_step":
                 self.cuts.look()
             outcome = self._stages.outcome(partial(self._merge, step, batch, parts, recorder, cut), name)
