@@ -78,6 +78,27 @@ class Through(TwoLosses):
         return logits - (logits.mean(0) - logits.mean(0).detach())
 
 
+class TwoCalls(TwoLosses):
+    """The layers are called twice, and what the second call gives counts as much as what the first does."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = (
+            torch.nn.functional.cross_entropy(self(each).flatten(0, 1), y.flatten()) for each in (x, x.flip(1))
+        )
+        return self.both(first, second)
+
+    def both(self, first: Tensor, second: Tensor) -> Tensor:
+        """Together."""
+        return first + second * (first / second).detach()
+
+
+class TwoCallsAlike(TwoCalls):
+    """What is taken out of the graph is added."""
+
+    def both(self, first: Tensor, second: Tensor) -> Tensor:
+        return first + second + (first * 2).detach()
+
+
 class BySome(TwoLosses):
     """One of them, by the targets: in the second step not the same for all micro-batches."""
 
@@ -100,9 +121,9 @@ class CutBySome(TwoLosses):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-KINDS = {
-    kind.__name__: kind for kind in (TwoLosses, Normalised, Balanced, Decorated, Later, Through, BySome, CutBySome)
-}
+ALIKE: tuple[type[Task], ...] = (TwoLosses, TwoCallsAlike)
+OTHERS: tuple[type[Task], ...] = (Normalised, Balanced, Decorated, Later, Through, TwoCalls, BySome, CutBySome)
+KINDS = {kind.__name__: kind for kind in (*ALIKE, *OTHERS)}
 COMPARED = [kind for kind in KINDS if not kind.endswith("BySome")]
 
 
@@ -114,7 +135,7 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
 @pytest.mark.parametrize(
     ("kind", "layout", "arguments"),
     [
-        pytest.param(kind, layout, arguments, marks=() if (kind, at) in {("Later", 0), ("TwoLosses", 0)} else WIDE)
+        pytest.param(kind, layout, arguments, marks=() if (kind, at) in {("Later", 0), ("TwoCalls", 0)} else WIDE)
         for kind in COMPARED
         for at, (layout, arguments) in enumerate(
             [
@@ -135,7 +156,9 @@ def test_gradients_are_those_of_one_process(kind: str, layout: Layout, arguments
     first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
     assert not list(differences("weights", first.value, expected, 1e-9)), first.output
     if "whole_batch_loss" not in arguments:
-        assert (WHOLE in first.output) == (kind != "TwoLosses")
+        assert (WHOLE in first.output) == (KINDS[kind] not in ALIKE)
+    if kind == "TwoCallsAlike" and layout[0] > 1 and not arguments.get("whole_batch_loss"):
+        assert "take turns" in first.output
 
 
 @pytest.mark.parametrize("arguments", [{}, pytest.param({"micro_batch_size": "auto"}, marks=WIDE)])

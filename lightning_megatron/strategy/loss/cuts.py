@@ -187,7 +187,8 @@ class Cuts:
         if counts.used and len(parts) > 1 and not cut.counts:  # another replica's batch is too small to be cut
             parts, cut = [batch], Cut([1.0 if cut.sums else sum(cut.weights)], cut.total)
         repeats = self._stages.repeats
-        if first and not (repeats is not None and repeats.includes("training_step")):  # whose batches are whole
+        again = repeats is not None and repeats.includes("training_step")
+        if first and (cut.turns is not None or not again):  # else it stays whole
             total = 1.0 if cut.sums else sum(cut.weights[:2])
             scales = [weight / total for weight in cut.weights[:2]]
             with counts.aside():

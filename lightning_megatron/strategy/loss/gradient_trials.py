@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,15 +121,18 @@ class GradientTrial:
             return self._step(call, piece, len(found))
 
         schedule, backwards = context.schedule(1, forward_only=False), context.precision.backward
-        running = stages.running(pieces[-1], 1, training=False)
+        running, passes = stages.running(pieces[-1], 1, training=False), stages.repeats
         with context.streams.trial(), context.gradients.without_hooks() as sink, running as executor:
+            runs: Callable[[PipelineStep], None] = executor.run
+            if passes is not None and passes.includes("training_step"):
+                runs = partial(passes.train, undone=lambda **_: nullcontext(), streams=context.streams)
             sizes = [batch_size_of(piece) for piece in pieces]
             dealt = [*Deal().rows(sizes[:2]), *Deal().rows(sizes[2:])]
             for piece, rows, scale in zip(pieces, dealt, scales, strict=True):
                 context.streams.use_rows([rows])
                 sink.begin(fresh=True, reduce=False)
                 trial = PipelineStep(schedule, step, [piece], TRIAL_WITH_BACKWARD, [scale], sink, backwards=backwards)
-                context.gradients.on_parts(executor.run)(trial)
+                context.gradients.on_parts(runs)(trial)
                 graded = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
                 found.append({name: self._keep(grad.detach()) for name, grad in graded.items()})
                 self._undo_backward()
