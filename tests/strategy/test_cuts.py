@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_megatron.strategy.loss.counted import Counted, weighs_otherwise
 from lightning_megatron.strategy.loss.said import say_how_cut
-from lightning_megatron.strategy.loss.weighing import Counted, weighs_otherwise
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
 from tests.strategy import cut_scenarios as cuts

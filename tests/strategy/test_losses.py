@@ -22,10 +22,11 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.logs.combining import Logged, Mean, fitting, likeliest
 from lightning_megatron.strategy.loss import said as said_of_losses
+from lightning_megatron.strategy.loss.counted import Counted, candidates
 from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.tables import Table
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.weighing import Counted, Reading, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.weighing import Reading, TrialRun, find
 from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, entry_of_all, judge, was_seen
 from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine

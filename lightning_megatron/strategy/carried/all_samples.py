@@ -40,9 +40,9 @@ from lightning_megatron.strategy.hooks.backward_code import takes_gradients
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas
-from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.tables import Name, Table, found_again, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import Stages, StepContext
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.carried.step_stores import stored_behind_content
-from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.tables import Name, is_in, sendable
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.loss.written import Kinds, was_seen
 
 

@@ -22,9 +22,9 @@ from lightning_megatron.strategy.carried.step_stores import (
     stored_names,
 )
 from lightning_megatron.strategy.carried.ways_on import ways_on
-from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.said import say_written_by_all
 from lightning_megatron.strategy.loss.tables import Name, sendable
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
 _APART: Kinds = ("",)

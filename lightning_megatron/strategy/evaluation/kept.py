@@ -1,8 +1,9 @@
 """Values that steps keep for the hooks after their loop, made those of all replicas' samples.
 
 A replica's steps see its own samples, and so does what they count and collect on the module. One process has those of
-all. How a value comes together is found out by a trial (:mod:`.logged`; :mod:`.tries` in training), for the names that
-hooks read; after the last batch, before the first of these hooks, replicas tell each other what they have::
+all. How a value comes together is found out by a trial (:mod:`.logged`; :mod:`~..loss.trials.tries` in training), for
+the names that hooks read; after the last batch, before the first of these hooks, replicas tell each other what they
+have::
 
     self.right += (p == y).sum()      what was there, and the sum of what each has added
     self.outputs.append(self(x))      an entry for each batch, of the samples of all replicas
@@ -40,7 +41,7 @@ from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, h
 from lightning_megatron.strategy.loss.over_replicas import unlike_values
 from lightning_megatron.strategy.loss.tables import Name, is_in, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
-from lightning_megatron.strategy.loss.tries import LossTrials
+from lightning_megatron.strategy.loss.trials.tries import LossTrials
 
 _LOOPS = {"training_step": "train", "validation_step": "validation", "test_step": "test"}
 _TRIES = 4  # loops in whose first batch it is tried how values come together, as long as some are unknown

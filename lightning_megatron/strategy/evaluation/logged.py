@@ -35,12 +35,13 @@ from lightning_megatron.strategy.lightning.hooks import logs_itself
 from lightning_megatron.strategy.lightning.trainer_access import present
 from lightning_megatron.strategy.logs.combining import Mean, Narrowed
 from lightning_megatron.strategy.logs.step_logs import StepLogs
+from lightning_megatron.strategy.loss.counted import candidates
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.said import with_lines
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, candidates
+from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 from lightning_megatron.strategy.step.replica_mean import ReplicaMean
 from lightning_megatron.strategy.step.step import Outcome

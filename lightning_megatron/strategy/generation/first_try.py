@@ -1,9 +1,10 @@
 """Whether a training step calls the layers more than once, found out before its first schedule runs.
 
 A stage of a schedule ends its run after its own layers, so only the last one would see the second call, with forwards
-of others under way. A trial of the loss sees it beforehand (:mod:`~lightning_megatron.strategy.loss.tries`). Where
-there is none, the step is tried here on one micro-batch, forward only, and what it writes is put back. That is left out
-where its code, as far as it can be read, names the model no more than once.
+of others under way. A trial of the loss sees it beforehand
+(:mod:`~lightning_megatron.strategy.loss.trials.tries`). Where there is none, the step is tried here on one micro-batch,
+forward only, and what it writes is put back. That is left out where its code, as far as it can be read, names the model
+no more than once.
 """
 
 from __future__ import annotations

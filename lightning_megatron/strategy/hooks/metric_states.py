@@ -6,7 +6,7 @@ batch, such as its loss, minds::
     self.accuracy.update(logits, y)     tp += ...        the parts' counts add up to those of the whole
     self.total.update(loss)             total += loss    two parts add two losses, the whole adds one
 
-A trial shows which (:mod:`~lightning_megatron.strategy.loss.tries`). Means and sums then take a share of each
+A trial shows which (:mod:`~lightning_megatron.strategy.loss.trials.tries`). Means and sums then take a share of each
 (:mod:`~lightning_megatron.strategy.logs.metrics`); of others the batch has to stay whole.
 """
 

@@ -1,6 +1,6 @@
 """How the values of a logged number in the parts of a batch give that of the whole.
 
-Which of these it is, a trial finds out (:mod:`lightning_megatron.strategy.loss.tries`)::
+Which of these it is, a trial finds out (:mod:`lightning_megatron.strategy.loss.trials.tries`)::
 
     Mean(w)             Σ w x / Σ w             losses, accuracies
     sum, max, min

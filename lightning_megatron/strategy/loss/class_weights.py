@@ -20,7 +20,8 @@ from lightning_megatron.mesh.batches import tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.parts.names import owner_and_leaf
 from lightning_megatron.strategy.logs.combining import Mean
-from lightning_megatron.strategy.loss.weighing import Counted, Reading, integers_of
+from lightning_megatron.strategy.loss.counted import Counted, integers_of
+from lightning_megatron.strategy.loss.weighing import Reading
 
 _CLASSES = 4096  # most of them
 _MOST = 12  # ways that are tried

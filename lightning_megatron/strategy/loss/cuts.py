@@ -30,11 +30,11 @@ from lightning_megatron.strategy.hooks.backward_code import takes_gradients
 from lightning_megatron.strategy.lightning.samplers import deals_equally
 from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 from lightning_megatron.strategy.logs.joined import Joint
-from lightning_megatron.strategy.loss.gradient_trials import BackwardsOverReplicas, BackwardTrials
+from lightning_megatron.strategy.loss.counted import Counted
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.skips import Asks, Skips
-from lightning_megatron.strategy.loss.tries import LossTrials
-from lightning_megatron.strategy.loss.weighing import Counted
+from lightning_megatron.strategy.loss.trials.gradient_trials import BackwardsOverReplicas, BackwardTrials
+from lightning_megatron.strategy.loss.trials.tries import LossTrials
 from lightning_megatron.strategy.mixtures.mixing import MixingTrials
 from lightning_megatron.strategy.step.step_context import StepContext
 

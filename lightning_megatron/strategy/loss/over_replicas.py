@@ -35,11 +35,12 @@ from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOfPieces
 from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.logs.combining import Narrowed
-from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried, unlike_pair
+from lightning_megatron.strategy.loss.counted import Counted
 from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
 from lightning_megatron.strategy.loss.traces import Changes, Traces
-from lightning_megatron.strategy.loss.weighing import Counted, Finding, Reading
+from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried, unlike_pair
+from lightning_megatron.strategy.loss.weighing import Finding, Reading
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
 _MANY = 8  # samples of which four parts are tried, else two

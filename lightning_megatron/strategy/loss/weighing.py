@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,109 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.strategy.logs.combining import Logged, fitting, likeliest
+from lightning_megatron.strategy.loss.counted import Counted
 
-IGNORED = (-100, -1, 0)  # torch's `ignore_index`, another usual one, and what most tokenizers pad with
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
 _EXACT = 1e-10
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6}
 _LOGGED = 3e-5  # likewise of logged numbers, which often are float32
 _NARROW = 2e-3
 _SPACINGS = 1.5  # half of one for the loss of the whole, half for those of its parts, and what led to them
-_WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
-_MOST = 36  # candidates
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Weighs by the entries of one tensor of the batch that are not ignored, or by their sum.
-
-    Attributes:
-        place: its place among the tensors of the batch, depth first.
-        shifted: whether the first entry of each sample is no target, as for the next token.
-        ignored: what entries that are no targets are; ``None``: entries are weights, such as a mask of ones and zeros.
-    """
-
-    place: int
-    shifted: bool
-    ignored: int | None
-
-    def __call__(self, part: Any) -> float:
-        """How many there are in a part of a batch.
-
-        Raises:
-            ValueError: the batch has fewer tensors.
-        """
-        tensors = tensors_of(part)
-        if self.place >= len(tensors):
-            raise ValueError(
-                f"the loss of `training_step` is a mean over {self}, and this batch has {len(tensors)} tensors: give "
-                "all batches the same tensors, or say what a batch counts with `micro_batch_loss_weight`."
-            )
-        tensor = tensors[self.place][:, 1:] if self.shifted else tensors[self.place]
-        return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
-
-    def tells(self, batch: Any) -> bool:
-        """Whether some entry of a batch is ignored, or has another weight than one."""
-        return _some_tell([self], tensors_of(batch))
-
-    def __str__(self) -> str:
-        which = "entries after the first of each sample" if self.shifted else "entries"
-        what = "weighed by them" if self.ignored is None else f"that are not {self.ignored}"
-        return f"{which} of tensor {self.place} of the batch {what}"
-
-
-def candidates(*batches: Any) -> list[Counted]:
-    """Possible weights, present in all of some batches: tensors of integers, and of weights, one row per sample.
-
-    A list of one tensor per sample has as many tensors as samples, so a place that one batch has another may lack.
-    """
-    first, *others = (_countable(batch) for batch in batches)
-    return [way for way in first if all(way in ways for ways in others)][:_MOST]
-
-
-def _countable(batch: Any) -> list[Counted]:
-    found = []
-    for place, tensor in integers_of(batch):
-        shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
-        found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
-    for place, tensor in _by_sample(batch):
-        if tensor.is_floating_point() and tensor.ndim <= _WEIGHTS and bool((tensor >= 0).all()):
-            found += [Counted(place, shifted, None) for shifted in ((False, True) if tensor.ndim > 1 else (False,))]
-    return found
-
-
-def integers_of(batch: Any) -> Iterator[tuple[int, Tensor]]:
-    """Tensors of integers with one row per sample, and their places among those of the batch."""
-    return ((place, x) for place, x in _by_sample(batch) if not (x.is_floating_point() or x.is_complex()))
-
-
-def _by_sample(batch: Any) -> Iterator[tuple[int, Tensor]]:
-    """Tensors with one row per sample, and their places among those of the batch."""
-    size = batch_size_of(batch)
-    return ((place, x) for place, x in enumerate(tensors_of(batch)) if x.ndim and x.shape[0] == size)
-
-
-class Extremes:
-    """The least and the largest value so far of each tensor of integers in a batch. What a loss leaves out lies outside
-    of what it counts: -1, 255 in a map of segments, the length of a text as the place of an answer that was cut off.
-    Of random values the n-th batch has new extremes with probability 1/n.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Tensor] = {}
-
-    def grow(self, batch: Any) -> int | None:
-        """A sample with values beyond those of earlier batches; ``None`` if there is none."""
-        found = None
-        for place, tensor in ((place, tensor) for place, tensor in integers_of(batch) if tensor.numel()):
-            ends = torch.stack([tensor.min().long(), -tensor.max().long()])
-            seen = self._seen.setdefault(place, ends)
-            if bool((ends < seen).any()):
-                found = int(((tensor < seen[0]) | (tensor > -seen[1])).reshape(len(tensor), -1).any(1).nonzero()[0])
-                self._seen[place] = torch.minimum(ends, seen)
-        return found
 
 
 @dataclass(frozen=True)
@@ -163,6 +69,7 @@ class Finding:
         gathers: whether the step itself gathers or reduces over the replicas.
         draws: what the step draws for every sample, and micro-batches would draw alike, or "".
         undecided: name of a value that only one part has changed in every trial, so that it may add up or not, or "".
+        bends: where the loss bends at a number of the batch (:mod:`.trials.bends`), or "".
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -179,6 +86,7 @@ class Finding:
     gathers: bool = False
     draws: str = ""
     undecided: str = ""
+    bends: str = ""
 
     def settle(self, writes: str, draws: str = "", undecided: str = "", *, exact: bool, weigh: Any = None) -> None:
         """Take over what all ranks have found.
@@ -222,6 +130,7 @@ class Finding:
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
             failed=next((one.failed for one in every if one.failed), ""),
             gathers=any(one.gathers for one in every),
+            bends=next((one.bends for one in every if one.bends), ""),
         )
 
 
@@ -322,6 +231,7 @@ class Reading:
         tried: whether there was a trial: what it has ruled out stays so, however well it fits a later batch.
         draws: see :class:`Finding`.
         undecided: see :class:`Finding`.
+        bends: see :class:`Finding`.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -333,6 +243,7 @@ class Reading:
     tried: bool = False
     draws: str = ""
     undecided: str = ""
+    bends: str = ""
 
     def after(self, found: Finding) -> Reading:
         """The findings after a further trial."""
@@ -343,7 +254,8 @@ class Reading:
         logs = _both(self.logs, found.logs)
         opaque = found.opaque and not (self.fits and self.settled)
         writes, draws = self.writes or found.writes, self.draws or found.draws
-        return Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, found.undecided)
+        undecided, bends = found.undecided, self.bends or found.bends
+        return Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, undecided, bends)
 
     @property
     def within(self) -> dict[str, Any]:
@@ -353,7 +265,8 @@ class Reading:
     @property
     def whole(self) -> bool:
         """Whether the batch has to stay whole."""
-        return self.stays or self.opaque or not self.fits or bool(self.writes or self.draws or self.undecided)
+        mixes = self.writes or self.draws or self.undecided or self.bends
+        return self.stays or self.opaque or not self.fits or bool(mixes)
 
     @property
     def tells_replicas(self) -> bool:
@@ -370,29 +283,6 @@ class Reading:
     def open(self) -> Iterator[Counted]:
         """Ways of counting that were not told apart from the one in use."""
         return (way for way in self.fits if isinstance(way, Counted) and way != self.way)
-
-
-def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether counting would give the micro-batches of this batch other weights than those in use."""
-    if not _some_tell({*ways, used}, tensors_of(batch)):
-        return False
-    weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
-    weights, tensors = _shares([weigh(part) for part in parts]), len(tensors_of(batch))
-    return any(_shares([way(part) for part in parts]) != weights for way in ways if way.place < tensors)
-
-
-def _some_tell(ways: Collection[Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether some of what could be counted tells anything, see :meth:`Counted.tells`; a device is waited for once."""
-    found: dict[torch.device, list[Tensor]] = {}
-    for place, ignored in {(way.place, way.ignored) for way in ways if isinstance(way, Counted)}:
-        tensor = tensors[place] if place < len(tensors) else torch.empty(0)
-        found.setdefault(tensor.device, []).append((tensor != 1 if ignored is None else tensor == ignored).any())
-    return any(bool(torch.stack(each).any()) for each in found.values())
-
-
-def _shares(weights: Sequence[float]) -> list[float]:
-    total = sum(weights)
-    return [round(weight / total, 9) for weight in weights] if total else []
 
 
 def narrowest(loss: Tensor, device: torch.device) -> torch.dtype:

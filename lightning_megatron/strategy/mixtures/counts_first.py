@@ -26,9 +26,9 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
-from lightning_megatron.strategy.loss.gradient_trials import GradientTrial
-from lightning_megatron.strategy.loss.pieces_tried import differs
 from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial
+from lightning_megatron.strategy.loss.trials.pieces_tried import differs
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 

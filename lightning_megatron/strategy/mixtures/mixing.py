@@ -34,8 +34,8 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
-from lightning_megatron.strategy.loss.gradient_trials import GradientTrial, tolerance
 from lightning_megatron.strategy.loss.over_replicas import SeesGroup
+from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial, tolerance
 from lightning_megatron.strategy.mixtures.counts_first import CountsFirst
 from lightning_megatron.strategy.recheck import is_due
 from lightning_megatron.strategy.step.step_context import StepContext

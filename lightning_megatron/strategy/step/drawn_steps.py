@@ -26,8 +26,8 @@ from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.cuts import Cuts
-from lightning_megatron.strategy.loss.pieces_tried import Tried
 from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.step.among_stages import OneStage
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, Step
 from lightning_megatron.strategy.step.step_context import StepContext

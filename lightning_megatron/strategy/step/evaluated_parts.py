@@ -29,11 +29,11 @@ from lightning_megatron.pipeline.stage.final_state import tried
 from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.logs.joined import Joined, Joint, NotJoinable
 from lightning_megatron.strategy.logs.step_logs import no_logs
+from lightning_megatron.strategy.loss.counted import Extremes, candidates
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.once import OncePerBatch
-from lightning_megatron.strategy.loss.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.weighing import Extremes, candidates
+from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried
 from lightning_megatron.strategy.loss.written import Written
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext

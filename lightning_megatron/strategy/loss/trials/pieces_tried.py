@@ -30,9 +30,11 @@ from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.class_weights import class_weighted
+from lightning_megatron.strategy.loss.counted import candidates
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
-from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, candidates, find
+from lightning_megatron.strategy.loss.trials.bends import Bends
+from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, find
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
@@ -184,7 +186,7 @@ class Tried:
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = draws or SameDraws(joins.joins), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
-        self._metrics = MetricStates(traces.module)
+        self._metrics, self._bends = MetricStates(traces.module), Bends()
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self.recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
@@ -195,7 +197,10 @@ class Tried:
             recording = self._recording.step(self._counts_as)
             with recording as recorder, self.kept.of(index), self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
-                return map_tensors(self._call(whole_copy(part)), torch.detach)
+                with self._bends:
+                    output = self._call(whole_copy(part))
+                self._bends.end(index, output)
+                return map_tensors(output, torch.detach)
         except Exception as error:
             if (
                 isinstance(error, RemoteFailure | UnlikeReplicasError)
@@ -269,6 +274,11 @@ class Tried:
             return found._replace(apart=found.apart or _COMPILED, of_batch=frozenset())
         line = "" if watched is None else watched.orders(found.places)
         return found._replace(apart=found.apart or (line and f"{_ORDER} {line}"))
+
+    @property
+    def bend(self) -> str:
+        """Where the loss bends at a number of the batch; "" for nowhere."""
+        return next(filter(None, (self._bends.of_batch(*join) for join in self._pieces.joins.items())), "")
 
     @property
     def draws_compiled(self) -> bool:

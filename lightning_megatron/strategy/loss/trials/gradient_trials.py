@@ -37,9 +37,9 @@ from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.over_replicas import TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import differs, next_try, some_of
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Traces
+from lightning_megatron.strategy.loss.trials.pieces_tried import differs, next_try, some_of
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 

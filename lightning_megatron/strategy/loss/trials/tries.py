@@ -44,20 +44,13 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.class_weights import bind, class_weights_of
+from lightning_megatron.strategy.loss.counted import Counted, Extremes, weighs_otherwise
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
-from lightning_megatron.strategy.loss.pieces_tried import Joins, ToldOfTrial, Tried, next_try
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
-from lightning_megatron.strategy.loss.weighing import (
-    Counted,
-    Extremes,
-    Finding,
-    Reading,
-    TrialRun,
-    narrowest,
-    weighs_otherwise,
-)
+from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, ToldOfTrial, Tried, next_try
+from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, narrowest
 from lightning_megatron.strategy.loss.written import Kinds, Written
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -377,7 +370,7 @@ class LossTrials:
             TrialRun(float(loss.detach()), narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
             for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
-        found = replace(joins.finding(runs), failed=tried.failed, gathers=gathers)
+        found = replace(joins.finding(runs), failed=tried.failed, gathers=gathers, bends=tried.bend)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)

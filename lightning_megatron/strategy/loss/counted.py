@@ -1,0 +1,130 @@
+"""Candidates for what a loss is a mean over: entries of the batch's tensors that are not ignored, or weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.mesh.batches import batch_size_of, tensors_of
+
+IGNORED = (-100, -1, 0)  # torch's `ignore_index`, another usual one, and what most tokenizers pad with
+_WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
+_MOST = 36  # candidates
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Weighs by the entries of one tensor of the batch that are not ignored, or by their sum.
+
+    Attributes:
+        place: its place among the tensors of the batch, depth first.
+        shifted: whether the first entry of each sample is no target, as for the next token.
+        ignored: what entries that are no targets are; ``None``: entries are weights, such as a mask of ones and zeros.
+    """
+
+    place: int
+    shifted: bool
+    ignored: int | None
+
+    def __call__(self, part: Any) -> float:
+        """How many there are in a part of a batch.
+
+        Raises:
+            ValueError: the batch has fewer tensors.
+        """
+        tensors = tensors_of(part)
+        if self.place >= len(tensors):
+            raise ValueError(
+                f"the loss of `training_step` is a mean over {self}, and this batch has {len(tensors)} tensors: give "
+                "all batches the same tensors, or say what a batch counts with `micro_batch_loss_weight`."
+            )
+        tensor = tensors[self.place][:, 1:] if self.shifted else tensors[self.place]
+        return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
+
+    def tells(self, batch: Any) -> bool:
+        """Whether some entry of a batch is ignored, or has another weight than one."""
+        return _some_tell([self], tensors_of(batch))
+
+    def __str__(self) -> str:
+        which = "entries after the first of each sample" if self.shifted else "entries"
+        what = "weighed by them" if self.ignored is None else f"that are not {self.ignored}"
+        return f"{which} of tensor {self.place} of the batch {what}"
+
+
+def candidates(*batches: Any) -> list[Counted]:
+    """Possible weights, present in all of some batches: tensors of integers, and of weights, one row per sample.
+
+    A list of one tensor per sample has as many tensors as samples, so a place that one batch has another may lack.
+    """
+    first, *others = (_countable(batch) for batch in batches)
+    return [way for way in first if all(way in ways for ways in others)][:_MOST]
+
+
+def _countable(batch: Any) -> list[Counted]:
+    found = []
+    for place, tensor in integers_of(batch):
+        shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
+        found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
+    for place, tensor in _by_sample(batch):
+        if tensor.is_floating_point() and tensor.ndim <= _WEIGHTS and bool((tensor >= 0).all()):
+            found += [Counted(place, shifted, None) for shifted in ((False, True) if tensor.ndim > 1 else (False,))]
+    return found
+
+
+def integers_of(batch: Any) -> Iterator[tuple[int, Tensor]]:
+    """Tensors of integers with one row per sample, and their places among those of the batch."""
+    return ((place, x) for place, x in _by_sample(batch) if not (x.is_floating_point() or x.is_complex()))
+
+
+def _by_sample(batch: Any) -> Iterator[tuple[int, Tensor]]:
+    """Tensors with one row per sample, and their places among those of the batch."""
+    size = batch_size_of(batch)
+    return ((place, x) for place, x in enumerate(tensors_of(batch)) if x.ndim and x.shape[0] == size)
+
+
+class Extremes:
+    """The least and the largest value so far of each tensor of integers in a batch. What a loss leaves out lies outside
+    of what it counts: -1, 255 in a map of segments, the length of a text as the place of an answer that was cut off.
+    Of random values the n-th batch has new extremes with probability 1/n.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Tensor] = {}
+
+    def grow(self, batch: Any) -> int | None:
+        """A sample with values beyond those of earlier batches; ``None`` if there is none."""
+        found = None
+        for place, tensor in ((place, tensor) for place, tensor in integers_of(batch) if tensor.numel()):
+            ends = torch.stack([tensor.min().long(), -tensor.max().long()])
+            seen = self._seen.setdefault(place, ends)
+            if bool((ends < seen).any()):
+                found = int(((tensor < seen[0]) | (tensor > -seen[1])).reshape(len(tensor), -1).any(1).nonzero()[0])
+                self._seen[place] = torch.minimum(ends, seen)
+        return found
+
+
+def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
+    """Whether counting would give the micro-batches of this batch other weights than those in use."""
+    if not _some_tell({*ways, used}, tensors_of(batch)):
+        return False
+    weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
+    weights, tensors = _shares([weigh(part) for part in parts]), len(tensors_of(batch))
+    return any(_shares([way(part) for part in parts]) != weights for way in ways if way.place < tensors)
+
+
+def _some_tell(ways: Collection[Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether some of what could be counted tells anything, see :meth:`Counted.tells`; a device is waited for once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for place, ignored in {(way.place, way.ignored) for way in ways if isinstance(way, Counted)}:
+        tensor = tensors[place] if place < len(tensors) else torch.empty(0)
+        found.setdefault(tensor.device, []).append((tensor != 1 if ignored is None else tensor == ignored).any())
+    return any(bool(torch.stack(each).any()) for each in found.values())
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [round(weight / total, 9) for weight in weights] if total else []

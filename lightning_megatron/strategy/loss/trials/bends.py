@@ -1,0 +1,145 @@
+"""Bends of a loss at numbers of the batch, on one side of which all pieces that were tried may lie.
+
+The loss of a batch may be the mean of those of its micro-batches in all steps that are tried, and not in others::
+
+    (loss - b).abs() + b                flooding: with the batch above b, and one of its micro-batches below
+    kl.mean().clamp(min=free)           free bits
+    a if a > b else b.detach()          a condition on the batch's losses
+
+So what bends is looked for, rather than what was bent: functions with a corner, and comparisons that decide, whose
+argument is not one for each sample. Those of samples are as many for two pieces at once as for both by themselves::
+
+    relu(1 - score)     3 samples   2 samples   at once 5        by sample
+    loss.clamp(max=9)   1           1           1      < 1 + 1   of the batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatron.mesh.autograd import graph_behind
+from lightning_megatron.mesh.torch_functions import line_of_user
+
+_NAMES = (
+    *("abs", "absolute", "abs_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max"),
+    *("clamp_max_", "relu", "relu_", "maximum", "minimum", "fmax", "fmin", "where", "masked_fill", "masked_fill_"),
+    *("leaky_relu", "leaky_relu_", "threshold", "threshold_", "hardtanh", "relu6", "elu", "selu", "celu", "hardshrink"),
+    *("hardswish", "hardsigmoid", "softshrink", "l1_loss", "smooth_l1_loss", "huber_loss", "hinge_embedding_loss"),
+    *("margin_ranking_loss", "max", "min"),
+)
+_COMPARISONS = ("__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "greater", "less", "greater_equal")
+_MOST = 1 << 20  # entries of an argument that is compared between pieces
+
+
+def _called(names: Sequence[str]) -> frozenset[Any]:
+    found = (getattr(owner, name, None) for owner in (torch, Tensor, F) for name in names)
+    return frozenset(function for function in found if function is not None)
+
+
+_BEND, _COMPARE = _called(_NAMES), _called(_COMPARISONS)
+_OF_TWO = _called(("max", "min"))
+_DECIDES = _called(("__bool__", "item", "__float__", "__int__"))
+
+
+@dataclass
+class _Met:
+    """One kind of bend in a piece, by the line of the user's code."""
+
+    entries: int = 0
+    values: list[float] = field(default_factory=list)
+
+
+class Bends(TorchFunctionMode):
+    """Notes those that a step meets in a piece of a batch; around its run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nodes: list[tuple[Any, str, int, float]] = []
+        self._compared: list[tuple[Tensor, str, float]] = []
+        self._pieces: dict[int, dict[str, _Met]] = {}
+        self._met: dict[str, _Met] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in _BEND and isinstance(found, Tensor) and found.grad_fn is not None:
+            self._note(func, found, [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)])
+        elif func in _COMPARE and isinstance(found, Tensor) and found.numel() == 1:
+            self._note_compared(func, found, [each for each in args if isinstance(each, Tensor)])
+        elif func in _DECIDES and self._compared:
+            self._note_decided(args[0])
+        return found
+
+    def __enter__(self) -> Any:
+        self._nodes, self._compared, self._met = [], [], {}
+        return super().__enter__()
+
+    def end(self, piece: int, output: Any) -> None:
+        """After it: of what bends, that remains from which the loss was computed.
+
+        Args:
+            piece: its number.
+            output: of the step, with its graph.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            return
+        nodes = {id(node): (name, entries, value) for node, name, entries, value in self._nodes}
+        for node in graph_behind([loss.grad_fn] if nodes else ()):
+            if id(node) in nodes:
+                name, entries, value = nodes[id(node)]
+                self._add(name, entries, value)
+        self._pieces[piece], self._nodes, self._compared = self._met, [], []
+
+    def of_batch(self, both: int, parts: Sequence[int]) -> str:
+        """The first that the pieces have once together, and not each its own; "" if there is none.
+
+        Args:
+            both: number of a piece.
+            parts: of those that it consists of.
+        """
+        if not all(piece in self._pieces for piece in (both, *parts)):
+            return ""
+        for name, met in self._pieces[both].items():
+            each = [self._pieces[part].get(name, _Met()) for part in parts]
+            fewer = 0 < met.entries < sum(one.entries for one in each)
+            if fewer and any(one.values != met.values for one in each):
+                return name
+        return ""
+
+    def _note(self, func: Any, found: Tensor, tensors: Sequence[Tensor]) -> None:
+        if func in _OF_TWO and len(tensors) < 2:  # over entries
+            return
+        with torch._C.DisableTorchFunction():
+            value = sum(_number(tensor) for tensor in tensors)
+        name = f"`{func.__name__}` in {line_of_user()}"
+        entries = max(tensor.numel() for tensor in (found, *tensors))
+        self._nodes.append((found.grad_fn, name, entries, value))
+
+    def _note_compared(self, func: Any, found: Tensor, tensors: Sequence[Tensor]) -> None:
+        numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
+        with torch._C.DisableTorchFunction():
+            values = [_number(tensor) for tensor in numbers]
+            if any(each.requires_grad for each in numbers) or not all(value.is_integer() for value in values):
+                self._compared.append((found, f"`{func.__name__.strip('_')}` in {line_of_user()}", sum(values)))
+
+    def _note_decided(self, asked: Any) -> None:
+        for found, name, value in self._compared:
+            if found is asked:
+                self._add(name, 1, value)
+
+    def _add(self, name: str, entries: int, value: float) -> None:
+        met = self._met.setdefault(name, _Met())
+        met.entries += entries
+        met.values.append(value)
+
+
+def _number(tensor: Tensor) -> float:
+    """A number that is another for other entries, most likely."""
+    return float(tensor.detach().double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])

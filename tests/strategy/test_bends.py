@@ -1,0 +1,114 @@
+"""Losses that bend at a number of the batch, on one side of which all micro-batches of the first steps lie."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trained_state
+from tests.strategy.loss_modules import Task
+
+WIDE = pytest.mark.wide
+
+
+class Flooded(Task):
+    """The loss is kept from falling below what the mean of later batches lies above."""
+
+    level = 2.75
+    padded_from = 24
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (super().loss(x, y) - self.level).abs() + self.level
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class FreeBits(Flooded):
+    """A penalty that begins somewhere."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + logits.square().mean().clamp(min=0.25)
+
+
+class Decided(Flooded):
+    """By the loss."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        return loss if loss > 2.75 else 0.5 * loss
+
+
+class ByMean(Flooded):
+    """The distance of means over the batch from others."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        means = logits.mean((0, 1))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + F.l1_loss(means, torch.full_like(means, 0.9))
+
+
+class Smallest(Flooded):
+    """The smaller one of two losses."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        return torch.minimum(F.cross_entropy(logits.flatten(0, 1), y.flatten()), 25 * logits.square().mean())
+
+
+class BySample(Flooded):
+    """Corners, each at a number of a sample, a token or a weight."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(1)
+        rows = torch.stack([row.clamp(max=3) for row in each])
+        if bool((y > -1).all()) and (y != -100).sum() > 0:
+            rows = rows + F.relu(logits.mean((1, 2)) + 0.01)
+        weights = self.head.weight.abs().mean() + self.head.bias.mean().clamp(min=0.01)
+        return rows.mean() + F.l1_loss(logits, torch.zeros_like(logits)) + 0.01 * weights
+
+
+KINDS = {kind.__name__: kind for kind in (Flooded, FreeBits, Decided, ByMean, Smallest, BySample)}
+
+
+def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after two epochs."""
+    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "arguments"),
+    [
+        pytest.param(kind, layout, arguments, marks=() if (kind, at) in {("Decided", 0), ("BySample", 0)} else WIDE)
+        for kind in KINDS
+        for at, (layout, arguments) in enumerate(
+            [
+                ((2, 1), {}),
+                ((1, 1), {"micro_batch_size": 2}),
+                ((2, 1), {"pipeline_schedule": "zb-v"}),
+                ((2, 1), {"pipeline_schedule": "interleaved"}),
+            ]
+        )
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    expected = one_process(train, None, kind, {})
+    first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+    assert ("bends at a number of the batch" in first.output) == (kind != "BySample"), first.output
+
+
+@pytest.mark.parametrize("kind", ["FreeBits", pytest.param("BySample", marks=WIDE)])
+def test_replicas_are_told(kind: str) -> None:
+    outcomes = run_trainers(train, (1, 2), kind, {}, devices=2, check=False)
+    said = re.sub(r"\s+", " ", "".join(f"{outcome.error}\n{outcome.output}" for outcome in outcomes))
+    assert ("bends at a number of the batch (`clamp` in " in said) == (kind == "FreeBits"), said
