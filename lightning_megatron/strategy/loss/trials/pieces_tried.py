@@ -277,7 +277,7 @@ class Tried:
 
     @property
     def bend(self) -> str:
-        """Where the loss bends at a number of the batch; "" for nowhere."""
+        """The place at which the loss bends at a number of the batch; "" for none."""
         return next(filter(None, (self._bends.of_batch(*join) for join in self._pieces.joins.items())), "")
 
     @property
