@@ -85,7 +85,7 @@ def test_a_test_that_measures_runs_when_no_other_does(tmp_path: Path) -> None:
     assert all(float(end) <= float(start) for *_, end in others)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("options", [("--pdb",), ("-s",), ("-k", "test_one and (1 or 2)")])
 def test_one_process_runs_them_where_a_terminal_or_few_tests_ask_for_it(
     options: tuple[str, ...], tmp_path: Path

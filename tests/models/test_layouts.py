@@ -17,7 +17,7 @@ def _alone(config: str) -> Any:
     return run_trainers(train, config, {"micro_batch_size": 2}, devices=1)[0].value
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("config", "sizes", "devices"),
     [

@@ -168,6 +168,7 @@ def adapted(kind: str, **more: Any) -> nn.Module:
         return peft.get_peft_model(base, peft.LoraConfig(r=4, **options)).double().train()
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("kind", ADAPTERS)
 @run_ranks(tensor=2)
 def test_a_model_with_adapters_matches_one_process(mesh: Any, kind: str) -> None:
@@ -179,6 +180,7 @@ def test_a_model_with_adapters_and_sequence_shards_matches_one_process(mesh: Any
     compare(adapted("all"), mesh, ids=random_ids(), sequence_parallel=True)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["weight-decomposed", "weight-decomposed, all"])
 @run_ranks(tensor=2)
 def test_weight_decomposed_layers_with_sequence_shards_match_one_process(mesh: Any, kind: str) -> None:
@@ -194,6 +196,7 @@ def test_layers_called_with_what_has_no_tokens_get_all_of_them_under_sequence_sh
     compare(module, mesh, sequence_parallel=True)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_weight_decomposed_layers_are_split_by_output_and_by_input(dropout: float) -> None:
     report = explain(adapted("weight-decomposed, all", lora_dropout=dropout), 2)

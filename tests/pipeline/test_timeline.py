@@ -208,7 +208,7 @@ FIRST = ("1f1b", "interleaved", "zb-v")
 FOR_EACH = [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.wide]) for name in SCHEDULES]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", FOR_EACH)
 def test_64_stages_and_512_micro_batches_are_checked_and_simulated(name: str) -> None:
     schedule = make_schedule(name, 64, 512)

@@ -31,7 +31,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "arguments", "devices"), ROWS)
 def test_a_call_on_one_rank_gives_what_one_process_gets(name: str, arguments: dict[str, Any], devices: int) -> None:
     found = [outcome.value for outcome in run_trainers(fit, name, arguments, devices=devices, deadline=60, grace=20)]

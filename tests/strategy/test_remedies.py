@@ -65,7 +65,7 @@ CASES = [  # the module, its layout, words of the message, then what they advise
 ]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("build", "layout", "words", "instead", "arguments"),
     [

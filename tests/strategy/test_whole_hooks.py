@@ -59,7 +59,7 @@ def compare(kind: str, layout: str, batches: int = 1) -> None:
         assert expected and not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(("kind", "layout"), ROWS)
 def test_hooks_and_steps_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
     compare(kind, layout)
