@@ -30,7 +30,7 @@ class Stops(Task):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Any:
         output = super().training_step(batch, batch_idx)
-        if output["loss"] < 0:
+        if output["loss"].item() < 0:
             self.trainer.should_stop = True
         return output
 

@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "interleaved": ((2, 1), INTERLEAVED),
 }
 QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywhere", "later", "entries")}
-QUICK |= {("interleaved", "whole"), ("alone", "generators"), ("alone", "elements"), ("stages", "hits")}
+QUICK |= {("interleaved", "mask"), ("alone", "generators"), ("alone", "elements"), ("stages", "hits")}
 
 
 @pytest.mark.everyday(4)

@@ -33,7 +33,7 @@ from lightning_megatron.strategy.logs.joined import Joint
 from lightning_megatron.strategy.loss.counted import Counted
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.skips import Asks, Skips
-from lightning_megatron.strategy.loss.trials.gradient_trials import BackwardsOverReplicas, BackwardTrials
+from lightning_megatron.strategy.loss.trials.backward_trials import BackwardsOverReplicas, BackwardTrials
 from lightning_megatron.strategy.loss.trials.tries import LossTrials
 from lightning_megatron.strategy.mixtures.mixing import MixingTrials
 from lightning_megatron.strategy.step.step_context import StepContext

@@ -173,9 +173,9 @@ def warn_of_replicas(
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
     if now.bends and now.fits and not (before.bends or now.stays or found.gathers):
         rank_zero_warn(
-            f"the loss of `training_step` bends at a number of the batch ({now.bends}). Each of the {replicas} "
-            "replicas has that number of its own samples, and the mean of their losses is trained, as under DDP, where "
-            "one process has it of all. Gather what it is made of by `self.all_gather(x, sync_grads=True)`, or pass "
+            f"{now.bends}. Each of the {replicas} replicas has that number of its own samples, and the mean of their "
+            "losses is trained, as under DDP, where one process has it of all. Gather what it is made of by "
+            "`self.all_gather(x, sync_grads=True)`, or pass "
             "`whole_batch_loss=False` if each replica's own is meant."
         )
     if now.draws and not (before.draws or now.stays or found.gathers):
@@ -362,7 +362,7 @@ def _why_whole(found: Finding, now: Reading) -> str:
     if now.draws:
         return f"`training_step` draws {now.draws}, which its micro-batches would not draw as the whole does"
     if now.bends and now.fits:
-        return f"the loss of `training_step` bends at a number of the batch ({now.bends})"
+        return now.bends
     if found.failed:
         return f"`training_step` does not run on two micro-batches by themselves ({found.failed})"
     whole, mean = found.numbers

@@ -69,7 +69,7 @@ class Finding:
         gathers: whether the step itself gathers or reduces over the replicas.
         draws: what the step draws for every sample, and micro-batches would draw alike, or "".
         undecided: name of a value that only one part has changed in every trial, so that it may add up or not, or "".
-        bends: where the loss bends at a number of the batch (:mod:`.trials.bends`), or "".
+        bends: why the loss may bend at a number of the batch (:mod:`.trials.bends`), in words, or "".
     """
 
     fits: dict[Any, float] = field(default_factory=dict)

@@ -98,7 +98,7 @@ class Bends(TorchFunctionMode):
         self._pieces[piece], self._nodes, self._compared = self._met, [], []
 
     def of_batch(self, both: int, parts: Sequence[int]) -> str:
-        """The first that the pieces have once together, and not each its own; "" if there is none.
+        """The first that the pieces have once together, and not each its own, in words; "" if there is none.
 
         Args:
             both: number of a piece.
@@ -118,7 +118,7 @@ class Bends(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             value = sum(_number(tensor) for tensor in tensors)
-        name = f"`{func.__name__}` in {line_of_user()}"
+        name = f"the loss of `training_step` bends at a number of the batch (`{func.__name__}` in {line_of_user()})"
         entries = max(tensor.numel() for tensor in (found, *tensors))
         self._nodes.append((found.grad_fn, name, entries, value))
 
@@ -127,7 +127,9 @@ class Bends(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             values = [_number(tensor) for tensor in numbers]
             if any(each.requires_grad for each in numbers) or not all(value.is_integer() for value in values):
-                self._compared.append((found, f"`{func.__name__.strip('_')}` in {line_of_user()}", sum(values)))
+                line = f"`{func.__name__.strip('_')}` in {line_of_user()}"
+                name = f"`training_step` decides something by a number of the batch ({line})"
+                self._compared.append((found, name, sum(values)))
 
     def _note_decided(self, asked: Any) -> None:
         for found, name, value in self._compared:
