@@ -46,6 +46,8 @@ _DRAWS = frozenset(
 _TURNS = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"))
 _OF_GRADIENT = tuple(getattr(vars(torch._C.TensorBase)["grad"], name) for name in ("__get__", "__set__"))
 _GET_DATA = vars(torch._C.TensorBase)["data"].__get__
+_GET_FLAG = vars(torch._C.TensorBase)["requires_grad"].__get__
+_FLAGS = frozenset((_GET_FLAG, vars(torch._C.TensorBase)["requires_grad"].__set__, Tensor.requires_grad_))
 _ALIASES = ("__get__", "detach")
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
@@ -67,6 +69,7 @@ class Absent(Tensor):
         away: the same, for steps.
         absent_source: what they lack.
         phase: tells what runs now.
+        twin: the parameter as it is in one process; ``None`` for a buffer, or a result.
     """
 
     part: str
@@ -75,9 +78,12 @@ class Absent(Tensor):
     away: Tensor
     absent_source: StageSource
     phase: TellsPhase
+    twin: Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FLAGS and args[0].__class__ is Absent and args[0].twin is not None:
+            return args[0]._flag(func, *args[1:], **(kwargs or {}))
         direct = nested = None
         for argument in args:  # the usual case in a step first: ``x + self.positions``
             if argument.__class__ is Absent:
@@ -125,6 +131,16 @@ class Absent(Tensor):
         if name in _HOOKS:
             return RemovableHandle(OrderedDict())  # torch refers to it weakly, as no plain dict allows
         return first._result(func, attribute or name, args, kwargs)
+
+    def _flag(self, func: Any, requires_grad: bool = True, *_: Any) -> Any:
+        """Whether it is trained, asked or said."""
+        twin: Any = self.twin
+        if func == _GET_FLAG:
+            return twin.requires_grad
+        if self._is_in_step():
+            refuse_late_write(self.part)
+        twin.requires_grad_(requires_grad)
+        return self
 
     def _gradient(self) -> Absent:
         """Its gradient after a backward of the step's own: as in hooks, but of the shape that it has in steps."""
@@ -175,6 +191,7 @@ def make_absent(
     phase: TellsPhase,
     source: StageSource | None = None,
     shape: tuple[int, ...] | torch.Size | None = None,
+    twin: Tensor | None = None,
 ) -> Absent:
     """``zeros`` as a tensor that is absent outside of steps; shares its memory and its place in the graph.
 
@@ -184,8 +201,10 @@ def make_absent(
         phase: tells what runs now.
         source: the part, for messages about steps.
         shape: in one process, if that is another.
+        twin: the parameter that it stands for.
     """
     absent = zeros.as_subclass(Absent)
+    absent.twin = twin
     absent.part, absent.plain, absent.whole, absent.phase = part, zeros, zeros, phase
     absent.absent_source = source or StageSource(part)
     absent.away = mark(zeros.as_subclass(Tensor), absent.absent_source)

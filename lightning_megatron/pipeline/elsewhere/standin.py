@@ -90,7 +90,9 @@ def hollow_out(module: nn.Module, presence: Presence, device: torch.device, phas
         if owner is not None and leaf not in owner.__dict__:  # under another name of its module, it may be
             shape = entry.twin.shape if isinstance(owner, VocabParallelEmbedding) else None
             zeros = _hide(owner, leaf, sentinels[entry.part], device, shape)
-            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, sentinels[entry.part].source, entry.twin.shape)
+            source, twin = sentinels[entry.part].source, entry.twin
+            shown = twin if isinstance(twin, nn.Parameter) else None
+            owner.__dict__[leaf] = make_absent(zeros, entry.part, phase, source, twin.shape, shown)
     for name in parts:
         part = owner_of(module, name)[0]
         child = part._modules.get(leaf_of(name)) if part is not None else None

@@ -202,13 +202,12 @@ class StageNumbers(TorchFunctionMode):
         self._module, self._presence, self._group, self._hook = module, stage.presence, group, hook
         self._stage, self._everyone = stage.stage, stage.presence.stages
         self._noted = noted
-        self._without: set[int] = set()
-        self._trained: dict[int, bool] = {}
+        self._without, self._absent = set[int](), set[int]()
         self.active, self._gradients = True, 0
 
     def begin(self) -> None:
-        """Note who has which parameter, and which of them have no gradient; collective over the stages."""
-        bare: list[str] = []
+        """Note who has which parameter, and which have no gradient or are frozen; collective over the stages."""
+        bare, frozen = list[str](), list[str]()
         for name, parameter in type(self._module).named_parameters(self._module):
             stages = self._stages_of_name(name)
             if stages is not None:
@@ -216,17 +215,20 @@ class StageNumbers(TorchFunctionMode):
                 with torch._C.DisableTorchFunctionSubclass():
                     if parameter.grad is None:
                         bare.append(self._presence.entries[name].first)
-        told = objects.gather((self._hook, bare), self._group)
-        if any(hook != self._hook for hook, _ in told):
+                    if not parameter.requires_grad:
+                        frozen.append(self._presence.entries[name].first)
+        told = objects.gather((self._hook, bare, frozen), self._group)
+        if any(hook != self._hook for hook, *_ in told):
             self._refuse("is called")
-        named = {name for _, names in told for name in names}
+        named, untrained = ({name for each in told for name in each[at]} for at in (1, 2))
         entries = self._presence.entries.values()
         self._gradients = len({e.first for e in entries if isinstance(e.twin, nn.Parameter)} - named)
         for name, entry in self._presence.elsewhere():
             owner, leaf = owner_of(self._module, name)
             if owner is not None and isinstance(entry.twin, nn.Parameter):
                 absent = getattr(owner, leaf)
-                self._trained[id(absent)] = entry.twin.requires_grad
+                entry.twin.requires_grad_(entry.first not in untrained)
+                self._absent.add(id(absent))
                 if (stages := self._stages_of_name(name)) is not None:
                     self._noted[absent] = stages
                 if entry.first in named:
@@ -262,9 +264,8 @@ class StageNumbers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name in KNOWN or (name == "__get__" and attribute not in TENSOR_ATTRIBUTES):
-            asked = id(args[0]) if name == "__get__" and attribute == "requires_grad" else 0
-            return self._trained[asked] if asked in self._trained else func(*args, **kwargs)
-        if attribute == "grad" and type(args[0]) is Absent and id(args[0]) in self._trained:
+            return func(*args, **kwargs)
+        if attribute == "grad" and type(args[0]) is Absent and id(args[0]) in self._absent:
             return self._absent_gradient(func, name, args)
         if name.startswith("_foreach"):
             return self._one_by_one(func, name, args, kwargs)

@@ -34,6 +34,7 @@ from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.pipeline.stage.uncut import UncutModule
+from lightning_megatron.strategy.carried.frozen_elsewhere import FrozenElsewhere
 from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
 from lightning_megatron.strategy.hooks.added_later import AddedHooks
 from lightning_megatron.strategy.logs.copy_exchange import CopyExchange
@@ -198,6 +199,7 @@ class SeveralStages:
         self._delivery = OutcomeDelivery(mesh, device)
         self._leftovers = Leftovers(module, stage.presence, mesh, device, stage.cursor.side_effects)
         self._copies = CopyExchange(stage, mesh, device)
+        self._frozen = FrozenElsewhere(module, stage.presence, mesh.group("pipeline_parallel"), device)
         self._clock = StepClock(device) if options.record_timeline else None
         self._opened: _Connection | None = None
 
@@ -242,8 +244,9 @@ class SeveralStages:
         return narrow or torch.is_autocast_enabled(self._device.type)
 
     def begin_training(self) -> None:
-        """Make copies of trained parts equal."""
+        """Make copies of trained parts equal, and hear what is trained."""
         self._copies.begin_training()
+        self._frozen.share()
 
     def begin_evaluation(self) -> None:
         """Make copies of trained parts equal if a training step came before."""
