@@ -200,8 +200,7 @@ class StageNumbers(TorchFunctionMode):
     def __init__(self, module: nn.Module, stage: Stage, group: dist.ProcessGroup, hook: str, noted: Any) -> None:
         super().__init__()
         self._module, self._presence, self._group, self._hook = module, stage.presence, group, hook
-        self._stage, self._everyone = stage.stage, stage.presence.stages
-        self._noted = noted
+        self._stage, self._everyone, self._noted = stage.stage, stage.presence.stages, noted
         self._without, self._absent = set[int](), set[int]()
         self.active, self._gradients = True, 0
 
