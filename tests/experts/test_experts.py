@@ -317,7 +317,7 @@ REFUSED: list[Any] = [
                 {},
                 "`net.model` was called with `output_router_logits=True`",
             ),
-            ("strange_noisy", 2, TWO, {}, "not that of its experts on each row by itself"),
+            ("strange_noisy", 2, TWO, {}, "on each row by itself, as it draws random numbers (noise, dropout): set"),
             ("strange_returned", 2, TWO, {}, "a batch is no combination of its gradients"),
             ("strange_logits", 2, TWO, {}, "a batch is no combination of its gradients"),
             ("strange_choosing", 2, TWO, {}, "depends on the others of the batch"),

@@ -251,7 +251,8 @@ def _compare_list(module: nn.Module, path: str, tokens: Tensor, whole: Any, widt
         return "its output is not that of its experts on each row by itself"
     for one, other in zip(*pairs, strict=True):
         if one.shape != other.shape or not _alike(one, other, tolerance):
-            return "its output is not that of its experts on each row by itself"
+            noise = ", as it draws random numbers (noise, dropout): set what draws them to 0" if draws(module) else ""
+            return f"its output is not that of its experts on each row by itself{noise}"
     sums = [sum((each * each.detach().cos()).sum() for each in leaves if each.requires_grad) for leaves in pairs]
     found = [torch.autograd.grad(cast(Tensor, each), trained, allow_unused=True) for each in sums]
     for one, other in zip(*found, strict=True):
