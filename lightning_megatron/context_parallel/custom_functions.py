@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_megatron.context_parallel.token_shards import TokenShards
 from lightning_megatron.layers.whole import GATHERED
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.mesh.torch_functions import around_functions, is_users
+from lightning_megatron.mesh.torch_functions import around_functions, is_users_function
 
 _ROWS, _FIRST = 4, 1  # tokens in a trial, and in its first part
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to the largest
@@ -45,7 +45,7 @@ class CustomFunctions:
         self._replaced.take_back()
 
     def _apply(self, cls: type[Function], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if not is_users(cls) or not any(isinstance(value, TokenShards) for value in tree_leaves(args)):
+        if not is_users_function(cls) or not any(isinstance(value, TokenShards) for value in tree_leaves(args)):
             return call(*args)
         shards = [value for value in args if isinstance(value, TokenShards)]
         if shards and _is_cut_alike(args, shards):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.mesh.parts.packages import module_of
+
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 
 
@@ -204,7 +206,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _is_array(value: Any) -> bool:
     """Whether ``value`` is a NumPy array with at least one dimension; NumPy need not be installed."""
-    return type(value).__module__ == "numpy" and bool(getattr(value, "ndim", None))
+    return module_of(type(value)) == "numpy" and bool(getattr(value, "ndim", None))
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

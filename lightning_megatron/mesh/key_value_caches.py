@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_megatron.mesh.parts.packages import comes_from
+
 
 def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for one more run of a layer, which must not append to Hugging Face's key-value caches in them.
@@ -39,7 +41,7 @@ def in_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 def is_cache(value: Any) -> bool:
     """Whether ``value`` is one of Hugging Face's caches, or a layer of one; not what layers hand on in a dictionary."""
-    return type(value).__module__.startswith("transformers.cache_utils") and not isinstance(value, Mapping)
+    return comes_from(type(value), "transformers.cache_utils") and not isinstance(value, Mapping)
 
 
 def _layers_of(cache: Any) -> list[Any]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.replaced import Replacements
 
-_LIBRARIES = ("torch", "lightning", "lightning_megatron", "contextlib", "functools", "importlib")
+_BETWEEN = ("contextlib", "functools", "importlib")  # call code of others
 
 
 def line_of_user(frame: FrameType | None = None) -> str:
@@ -29,7 +30,7 @@ def line_of_user(frame: FrameType | None = None) -> str:
         frame: where to look from; the caller's by default.
     """
     frame = frame or sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and not is_users(frame, *_BETWEEN):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -110,10 +111,9 @@ def around_functions(replaced: Replacements, around: Around) -> None:
     replaced.put(_BELOW, "apply", classmethod(apply))
 
 
-def is_users(cls: type[Function]) -> bool:
+def is_users_function(cls: type[Function]) -> bool:
     """Whether a function is neither torch's nor this package's; those under ``torch.func``'s transforms are."""
-    ours = cls.__module__.split(".")[0] in ("torch", "lightning_megatron", "lightning")
-    return not ours or cls.__name__.endswith("Generated")
+    return is_users(cls) or cls.__name__.endswith("Generated")
 
 
 def defined_functions(kind: type = Function) -> list[type[Function]]:

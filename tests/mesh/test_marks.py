@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_megatron.checkpoints.loading.pretrained import start_from
 from lightning_megatron.mesh.marks import Marks
-from lightning_megatron.pipeline.elsewhere.containers import is_library
+from lightning_megatron.mesh.parts.packages import is_library
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.data_parallel.buckets.bucket import NARROW
+from lightning_megatron.mesh.parts.packages import module_of
 
 _KINDS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
@@ -29,7 +30,7 @@ def lowered_parameters(module: nn.Module, dtype: torch.dtype | None) -> dict[str
 
 
 def _computes_low(module: nn.Module) -> bool:
-    own = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    own = type(module).__name__ == "Conv1D" and module_of(type(module)) == "transformers.pytorch_utils"
     return own or isinstance(module, _KINDS)
 
 

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.experts.balance.of_parts import PartsOfBatch, left_aside, with_gradient
 from lightning_megatron.experts.exchange.gathering import gather_rows, gathered_rows
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
+from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.parallelize.reading.kinds import hugging_face_models, is_hugging_face
 
@@ -64,7 +65,7 @@ def is_known(model: nn.Module) -> bool:
 def _spaces(modules: list[nn.Module]) -> Iterator[Any]:
     """Python modules with a function that makes balancing losses of the routers' logits."""
     seen = set()
-    for name in (cls.__module__ for child in modules for cls in type(child).__mro__):
+    for name in (module_of(cls) for child in modules for cls in type(child).__mro__):
         space = sys.modules.get(name)
         function = vars(space).get(_FUNCTION) if space is not None and name not in seen else None
         seen.add(name)

@@ -27,13 +27,14 @@ from lightning_megatron.experts.kinds.stacked import (
 )
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.parts.packages import comes_from
 
 _ROWS = 6
 
 
 def blocked_experts(module: nn.Module) -> int:
     """How many experts a module looks to have stacked that takes their rows in blocks; 0 if it does not look so."""
-    foreign = not type(module).__module__.startswith("torch.")  # whose convolutions have stacks, too
+    foreign = not comes_from(type(module), "torch")  # whose convolutions have stacks, too
     return has_stacks(module) if foreign and len(forward_arguments(module)) == 1 else 0
 
 

@@ -15,10 +15,9 @@ import inspect
 from torch import nn
 
 from lightning_megatron.mesh.parts.names import leaf_of, parent
+from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.pipeline.cut.flows import names_in
 from lightning_megatron.pipeline.cut.syntax import definition_of
-
-_LIBRARIES = ("torch", "lightning", "builtins")
 
 
 def runs_in_turn(module: nn.Module, path: str) -> bool:
@@ -40,7 +39,7 @@ def _loops(kind: type, leaf: str) -> bool:
     """Whether a method of a class goes over an attribute of this name, layer by layer."""
     methods: dict[str, object] = {}
     for owner in reversed(kind.__mro__):
-        methods |= {} if owner.__module__.split(".")[0] in _LIBRARIES else vars(owner)
+        methods |= {} if comes_from(owner, *FRAMEWORKS, "builtins") else vars(owner)
     for method in methods.values():
         definition = definition_of(method) if inspect.isfunction(method) else None
         loops = (node for node in ast.walk(definition) if isinstance(node, ast.For)) if definition else ()

@@ -28,13 +28,14 @@ from lightning_megatron.experts.kinds.stacked import (
 )
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.parts.packages import comes_from
 
 Sizes = Sequence[int] | Tensor
 
 
 def sized_experts(module: nn.Module) -> int:
     """How many experts a module looks to have stacked that takes their rows and numbers of rows; 0 if it does not."""
-    foreign = not type(module).__module__.startswith("torch.")
+    foreign = not comes_from(type(module), "torch")
     return has_stacks(module) if foreign and len(forward_arguments(module)) == 2 else 0
 
 

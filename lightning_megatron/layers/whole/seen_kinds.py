@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.mesh.torch_functions import getters, setters
 
 
@@ -191,7 +192,7 @@ def user_hook(hook: Any) -> Callable[[Tensor], Any] | None:
     """A gradient hook as the user gave it; ``None`` for one of this package's own."""
     if isinstance(hook, WholeGradientHook | SummedGradientHook):
         return hook.given
-    return None if str(getattr(hook, "__module__", "")).startswith("lightning_megatron.") else hook
+    return None if comes_from(hook, PACKAGE) else hook
 
 
 def answer_of(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor | None:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_megatron.mesh.parts.packages import comes_from
+
 
 @dataclass(frozen=True)
 class State:
@@ -72,7 +74,7 @@ class Replayed:
 
 def replayed(value: Any) -> Any:
     """A :class:`Replayed` for an iterator whose state cannot be read; any other value unchanged."""
-    hidden = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    hidden = isinstance(value, Iterator) and comes_from(type(value), "builtins", "itertools")
     return Replayed(value) if hidden or isinstance(value, _BaseDataLoaderIter) else value
 
 
@@ -92,7 +94,7 @@ def _reader(kind: type) -> Callable[[Any], Any] | None:
         return kind.getstate if kind is random.Random else None
     if issubclass(kind, torch.Generator):
         return operator.methodcaller("get_state")
-    if kind.__module__.startswith("numpy.random"):
+    if comes_from(kind, "numpy.random"):
         if kind.__name__ == "Generator":
             return operator.attrgetter("bit_generator.state")
         if kind.__name__ == "RandomState":

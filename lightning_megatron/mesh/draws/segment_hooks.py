@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
+from lightning_megatron.mesh.parts.packages import comes_from
 
 
 class SegmentHooks:
@@ -125,5 +126,5 @@ class PartHooks:
 def _may_draw(module: nn.Module) -> bool:
     """Whether ``module`` may draw random numbers: it contains a dropout, or a module that is not torch's."""
     children = list(module.modules())
-    foreign = any(not type(child).__module__.startswith("torch.nn.modules.") for child in children)
+    foreign = any(not comes_from(type(child), "torch.nn.modules") for child in children)
     return foreign or any(isinstance(child, _DropoutNd) and child.p > 0 for child in children)

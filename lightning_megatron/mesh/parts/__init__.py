@@ -1,1 +1,1 @@
-"""Describes the parts of logical tensors that a rank holds, and the parts of a module by name."""
+"""Describes the parts of logical tensors that a rank holds, parts of a module by name, and packages of code."""

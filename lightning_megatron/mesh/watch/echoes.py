@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_megatron.mesh.parts.packages import comes_from
 from lightning_megatron.mesh.watch import waits
 
 _MARK = "_said_instead"
@@ -41,7 +42,7 @@ def _raised_by_torch(error: BaseException) -> bool:
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
-    return innermost is not None and innermost.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
+    return innermost is not None and comes_from(innermost.tb_frame, "torch.distributed")
 
 
 def say_instead(error: BaseException, message: str) -> None:

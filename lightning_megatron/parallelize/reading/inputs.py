@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.mesh.parts.names import leaf_of, parent
+from lightning_megatron.mesh.parts.packages import comes_from
 from lightning_megatron.parallelize.reading.kinds import (
     hugging_face_models,
     is_hugging_face,
@@ -302,7 +303,7 @@ def _inputs(part: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 def _own_sizes(part: nn.Module) -> list[int]:
     """Sizes of tensors in modules that are not torch's: tables of positions and masks may fix the sequence length."""
-    own = [m for m in part.modules() if not type(m).__module__.startswith("torch.nn.")]
+    own = [m for m in part.modules() if not comes_from(type(m), "torch.nn")]
     tensors = [x for m in own for x in (*m.buffers(recurse=False), *m.parameters(recurse=False))]
     return list(dict.fromkeys(size for x in tensors for size in x.shape[:-1] if size > 1))[:_MOST_OWN_SIZES]
 

@@ -27,10 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import gather_from_group, split_to_group
+from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, comes_from, module_of
 from lightning_megatron.mesh.pickling import AroundHook
 from lightning_megatron.mesh.torch_functions import METADATA
-
-_OURS = ("lightning_megatron.", "lightning.pytorch.")
 
 
 class TokenHooks:
@@ -63,7 +62,7 @@ class TokenHooks:
         for part in (part for part in layer.modules() if id(part) not in apart):
             for hooks, forward in ((part._forward_pre_hooks, False), (part._forward_hooks, True)):
                 for key, hook in hooks.items():
-                    if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_OURS):
+                    if not comes_from(hook, *LIGHTNING, PACKAGE):
                         hooks[key] = OnTokens(hook, self, forward=forward)
 
     def run(self, hook: Callable[..., Any], part: nn.Module, values: tuple[Any, ...], *, forward: bool) -> Any:
@@ -172,7 +171,7 @@ class OnTokens(AroundHook):
 
     def __init__(self, hook: Callable[..., Any], hooks: TokenHooks, *, forward: bool) -> None:
         self.given, self.hooks, self._forward = hook, hooks, forward
-        self.__module__ = str(getattr(hook, "__module__", ""))
+        self.__module__ = module_of(hook)
         self.__wrapped__ = hook
         if hasattr(hook, "__code__"):
             self.__code__ = hook.__code__  # tells its line

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.mesh.parts.names import leaf_of, lies_in
+from lightning_megatron.mesh.parts.packages import comes_from
 from lightning_megatron.pipeline.cut.trunk import Trunk
 
 _NAMES = re.compile(r"(ema|avg|average|averaged|teacher|target|momentum|shadow|swa|slow)(_|$)", re.IGNORECASE)
@@ -183,7 +184,7 @@ def _core(module: nn.Module) -> type[nn.Module]:
     while len(children) == 1 and not any(parameter is not None for parameter in module._parameters.values()):
         module = children[0]
         children = list(module.children())
-    return next(kind for kind in type(module).__mro__ if not lies_in(kind.__module__, _LAYERS))
+    return next(kind for kind in type(module).__mro__ if not comes_from(kind, _LAYERS))
 
 
 def _is_shared(module: nn.Module, path: str) -> bool:

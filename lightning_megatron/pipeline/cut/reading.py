@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.mesh.parts.packages import LIGHTNING, comes_from
 from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, is_variable, names_in, results_in, returns
 from lightning_megatron.pipeline.cut.resolver import Resolver
 from lightning_megatron.pipeline.cut.syntax import definition_of
@@ -74,7 +75,7 @@ def read_uses(module: nn.Module, trunk: Trunk, entry_points: tuple[str, ...] = S
     uses: Uses = {}
     for entry in entry_points:
         method = getattr(type(module), entry, None)
-        if method is None or getattr(method, "__module__", "").startswith(("lightning.", "torch.nn.modules.module")):
+        if method is None or comes_from(method, *LIGHTNING, "torch.nn.modules.module"):
             continue
         _Reader(module, trunk, uses).read_method(module, method)
     if not uses and "training_step" in entry_points:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.mesh.pickling import refuse_pickling
 from lightning_megatron.pipeline.elsewhere.away import STATE, StageSource, mark, refuse_late_write, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import Phase
@@ -125,7 +126,7 @@ class Absent(Tensor):
                 first.refuse(f"written into another tensor by `{name}`")
             if name in _TURNS:
                 func(*_whole(args), **_whole(kwargs))
-            elif name in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__:
+            elif name in _DRAWS or module_of(func) == nn.init.__name__:
                 _draw(func, args, kwargs)
             return target
         if name in _HOOKS:

@@ -25,16 +25,13 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_megatron.mesh.marks import ATTRIBUTE
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.mesh.pickling import AroundHook
 
 Address = tuple[tuple[Any, ...], ...]
 MISSING = object()
 """There is no such entry."""
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
-    *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities"),
-    *("pytorch_lightning", "lightning_megatron", "numpy", "transformers", "peft", "tokenizers", "builtins"),
-}
 _BY_THE_CUT = frozenset({"forward", "_call_impl", "named_parameters", "named_buffers", "state_dict", ATTRIBUTE})
 MODULE = frozenset(nn.Module().__dict__) | _BY_THE_CUT
 """Attributes of modules that are torch's or this package's."""
@@ -212,13 +209,7 @@ def users_hook(hook: Any) -> Any:
     while isinstance(given, AroundHook):
         given = given.given
     code = given.func if isinstance(given, functools.partial) else given
-    return None if str(getattr(code, "__module__", "")).startswith("lightning_megatron.") else given
-
-
-def is_library(value: Any) -> bool:
-    """Whether a class, function or Python module belongs to torch, Lightning or another known library."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return str(name).split(".")[0] in _LIBRARIES
+    return None if comes_from(code, PACKAGE) else given
 
 
 def context_of(entry: Any) -> Any:

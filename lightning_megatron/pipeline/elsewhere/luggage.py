@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_megatron.mesh.parts.packages import is_library, module_of
 from lightning_megatron.pipeline.elsewhere.away import Away, StageSource, mark
-from lightning_megatron.pipeline.elsewhere.containers import is_library
 from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -157,7 +157,7 @@ class Luggage:
             return leaf
         if isinstance(leaf, (set, frozenset)):
             return leaf if all(isinstance(entry, _PLAIN) for entry in leaf) else _Unknown()
-        if type(leaf).__module__ == "numpy":
+        if module_of(type(leaf)) == "numpy":
             return leaf if getattr(leaf, "size", 0) <= LARGEST else _Unknown()
         if is_library(type(leaf)) and type(leaf).__name__ != "SimpleNamespace":
             return _Unknown()

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from lightning_megatron.mesh.parts.packages import is_library, module_of
 from lightning_megatron.pipeline.elsewhere.containers import (
     HOOKS,
     MODULE,
@@ -32,7 +33,6 @@ from lightning_megatron.pipeline.elsewhere.containers import (
     context_of,
     function_of,
     hooks_of,
-    is_library,
 )
 
 _LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
@@ -107,7 +107,7 @@ class Reach:
             self._visit(value.__self__, (*address, ("self",)), depth)
         elif isinstance(value, _FUNCTIONS):
             self._visit_function(value, address, depth)
-        elif not isinstance(value, (type, types.ModuleType)) and _holds_attributes(value) and _is_users(kind):
+        elif not isinstance(value, (type, types.ModuleType)) and _holds_attributes(value) and _is_followed(kind):
             self._found[id(value)] = Container(address, value)
             self._visit_entries(list(attributes_of(value).items()), "attr", address, depth)
             self._visit_class(kind, address, depth)
@@ -175,7 +175,7 @@ class Reach:
 
     def _visit_globals(self, function: types.FunctionType, depth: int) -> None:
         names, stored = names_in(function.__code__)
-        module = function.__module__
+        module = module_of(function)
         if sys.modules.get(module) is None or vars(sys.modules[module]) is not function.__globals__:
             return
         if stored and not is_library(function):
@@ -213,7 +213,7 @@ def _holds_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
 
 
-def _is_users(kind: type) -> bool:
+def _is_followed(kind: type) -> bool:
     return kind is types.SimpleNamespace or not is_library(kind)
 
 

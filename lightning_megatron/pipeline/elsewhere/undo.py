@@ -32,7 +32,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import put_back, version_of
 from lightning_megatron.mesh.draws.given_again import State, set_state, state_of
-from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container, is_library
+from lightning_megatron.mesh.parts.packages import is_library
+from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 
 LISTS = (list, deque, set)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_megatron.mesh.autograd import innermost_hooks
+from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.mesh.torch_functions import line_of_user
 
 _HOME = "torch.utils.checkpoint"
@@ -41,7 +42,7 @@ def check_checkpoint(index: int, name: str) -> None:
     function = "checkpoint" if local == "gen" else "forward"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == _HOME:
+        if frame.f_code.co_name == function and module_of(frame) == _HOME:
             made = frame.f_locals.get(local)
             if made is not None and _layers.setdefault(made, index) != index:
                 _refuse(name, frame)

@@ -31,6 +31,7 @@ from lightning_megatron.layers.multiply.products import SIXTEEN_BIT, Products
 from lightning_megatron.layers.multiply.weight_view import autocast_input
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.messages.collectives import of_its_own
+from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 from lightning_megatron.pipeline.forwards.factors import Factors
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -126,7 +127,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         whole = getattr(module, "_sharding", None) is None
         return type(module).forward is nn.Linear.forward or (hasattr(module, "local_weight") and whole)
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return type(module).__name__ == "Conv1D" and module_of(type(module)) == "transformers.pytorch_utils"
 
 
 def is_sharded_linear(module: nn.Module) -> bool:

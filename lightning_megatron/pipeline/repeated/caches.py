@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.key_value_caches import is_cache
+from lightning_megatron.mesh.parts.packages import comes_from
 
 _KNOWN = frozenset(
     ("DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 )
-_LIBRARY = "transformers."
 
 
 class Grown(NamedTuple):
@@ -65,7 +65,7 @@ class Caches:
                 for _, part in _parts(value):
                     for held in set(map(type, part.layers)):
                         _check(held, name)
-            elif kind.__module__.startswith(_LIBRARY) and "ache" in kind.__name__:
+            elif comes_from(kind, "transformers") and "ache" in kind.__name__:
                 _refuse(kind.__name__, name)
 
     def bare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,7 +121,7 @@ def _parts(cache: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check(kind: type, name: str) -> None:
-    if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.cache_utils"):
+    if kind.__name__ not in _KNOWN or not comes_from(kind, "transformers.cache_utils"):
         _refuse(kind.__name__, name)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams, collect_rng_state, restore_rng_state
+from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.watch import waits
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.presence import Part
@@ -153,8 +154,7 @@ class Passes:
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_name in ("__call__", "parameters", "named_parameters"):
             frame = frame.f_back
-        home = str(frame.f_globals.get("__name__")).split(".")[0]
-        self._listed = self._listed or home not in ("torch", "lightning", "lightning_megatron")
+        self._listed = self._listed or is_users(frame)
 
     def _check_listed(self) -> None:
         if self._listed:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, module_of
 from lightning_megatron.pipeline.elsewhere.away import tensors_in
 
 _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack")
@@ -111,11 +112,11 @@ class SumsOfParts(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(2)
         line: FrameType | None = None
         while frame is not None:
-            home = str(frame.f_globals.get("__name__"))
-            if home != __name__ and (home.startswith("torch.optim.") or home.startswith("lightning_megatron.")):
-                return line if self._calls_step(frame) else None
-            if line is None and home.split(".")[0] != "torch" and home != __name__:
-                line = frame
+            if module_of(frame) != __name__:
+                if comes_from(frame, "torch.optim", PACKAGE):
+                    return line if self._calls_step(frame) else None
+                if line is None and not comes_from(frame, "torch"):
+                    line = frame
             frame = frame.f_back
         return line
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.parts.names import lies_in, module_called
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.elsewhere.away import STATE
 from lightning_megatron.pipeline.elsewhere.containers import HOOKS, Container
 from lightning_megatron.pipeline.elsewhere.effects import LARGEST, Effect, lasts, returned_beside
@@ -362,7 +363,7 @@ class SideEffects:
     def _is_own(self, index: int, container: Container) -> bool:
         """Whether the step's own code, outside of the layers, does not write to it as well."""
         value, (kind, *at) = container.value, container.address[0]
-        if isinstance(value, nn.Module) and type(value).__module__.startswith("lightning_megatron."):
+        if isinstance(value, nn.Module) and comes_from(type(value), PACKAGE):
             return False
         own = kind != "module" or lies_in(at[0], self._names[index])
         return own and not isinstance(value, FunctionType) and kind != "globals"

@@ -28,13 +28,13 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_megatron.layers.whole.seen_kinds import user_hook
+from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users
+from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users_function
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 
-_OURS = ("torch", "lightning_megatron", "lightning")
 _NAMES = frozenset({"register_hook", "register_prehook", "register_full_backward_hook", "retain_grad"})
 _OUT = frozenset(
     ("detach", "detach_", "no_grad", "set_grad_enabled", "inference_mode", "item", "tolist", "numpy", "data")
@@ -86,7 +86,7 @@ class BackwardCode:
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(tensor, nn.Parameter) and torch.is_grad_enabled():
                 frame = sys._getframe(1)
-                if not _is_ours(frame.f_globals.get("__name__")):
+                if is_users(frame):
                     self._note(f"`{name}` in {frame.f_code.co_filename}:{frame.f_lineno}", keeps=name == "retain_grad")
             if has_torch_function_unary(tensor):  # which knows torch's own method, and not this one in its place
                 return handle_torch_function(original, (tensor,), tensor, *args, **kwargs)
@@ -97,7 +97,7 @@ class BackwardCode:
     def _applying(self, cls: type[Function], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if cls is BackwardHookFunction:
             self._note("a backward hook of a module")
-        elif is_users(cls) and torch.is_grad_enabled():
+        elif is_users_function(cls) and torch.is_grad_enabled():
             self._note(f"`{cls.__qualname__}`, an `autograd.Function` of {cls.__module__}")
         return call(*args)
 
@@ -188,7 +188,7 @@ def takes_gradients(module: nn.Module) -> bool:
 
 
 def _mention(names: set[str]) -> bool:
-    return bool(names & _NAMES) or ("apply" in names and any(map(is_users, defined_functions())))
+    return bool(names & _NAMES) or ("apply" in names and any(map(is_users_function, defined_functions())))
 
 
 def _names(module: nn.Module, root: nn.Module | None = None) -> set[str]:
@@ -203,10 +203,6 @@ def _names(module: nn.Module, root: nn.Module | None = None) -> set[str]:
             if any(user_hook(hook) is not None for hook in table.values()):
                 names.add("register_full_backward_hook")
     return names
-
-
-def _is_ours(name: Any) -> bool:
-    return str(name).split(".")[0] in _OURS
 
 
 def refuse_kept(line: str) -> None:

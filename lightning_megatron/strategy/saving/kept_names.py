@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.packages import is_library
 from lightning_megatron.pipeline.elsewhere.absent import Absent
-from lightning_megatron.pipeline.elsewhere.containers import is_library
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.strategy.carried.under_names import ByName, KeyForm, Table, digest
 from lightning_megatron.strategy.saving.model_state import PartOfState

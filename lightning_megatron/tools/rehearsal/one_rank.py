@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.mesh import MESH_AXES
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.one_step import (
@@ -129,7 +130,7 @@ def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
         children: Iterable[Any] = value
     elif hasattr(value, "values") and hasattr(value, "keys"):
         children = value.values()
-    elif type(value).__module__.startswith("lightning_megatron.") and hasattr(value, "__dict__"):
+    elif comes_from(type(value), PACKAGE) and hasattr(value, "__dict__"):
         children = vars(value).values()
     else:
         return []
