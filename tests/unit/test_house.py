@@ -501,6 +501,43 @@ def test_writes_of_user_code_are_put_back_in_one_place() -> None:
     assert rewinders == {"mesh.autograd", "pipeline.elsewhere.undo"}
 
 
+def test_whose_code_something_is_is_asked_in_one_place() -> None:
+    """By where it was defined; messages may say so, and made classes and functions claim to be defined elsewhere."""
+    askers = [line for name in modules() if name != "mesh.parts.packages" for line in _asks_where_defined(name)]
+    assert not askers, f"{askers}: ask `mesh/parts/packages.py`"
+
+
+def _asks_where_defined(name: str) -> list[str]:
+    passed_on = {each for node in nodes(name) if _passes_on_where_defined(node) for each in ast.walk(node)}
+    return [
+        f"{name}:{node.lineno}"
+        for node in nodes(name)
+        if (isinstance(node, ast.Attribute) and node.attr in ("__module__", "f_globals"))
+        or (isinstance(node, ast.Constant) and node.value == "__module__")
+        or (isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "'__name__'")
+        if node not in passed_on
+    ]
+
+
+def _passes_on_where_defined(node: ast.AST) -> bool:
+    if isinstance(node, ast.Dict):
+        return any(isinstance(key, ast.Constant) and key.value == "__module__" for key in node.keys)
+    assigned = isinstance(node, ast.Assign) and any("__module__" in ast.unparse(target) for target in node.targets)
+    return assigned or isinstance(node, ast.FormattedValue)
+
+
+def test_libraries_are_grouped_in_one_place() -> None:
+    known = {"torch", "lightning", PACKAGE, "transformers", "torchmetrics", "peft", "numpy"}
+    groups = {
+        name
+        for name in modules()
+        for node in nodes(name)
+        if isinstance(node, ast.Tuple | ast.Set | ast.List)
+        if len(known & {each.value for each in node.elts if isinstance(each, ast.Constant)}) > 1
+    }
+    assert groups == {"mesh.parts.packages", "strategy.saving.resume"}  # the second writes down their versions
+
+
 @pytest.mark.parametrize("name", ["__init__", "parallelize", "planner", "strategy"])
 def test_type_checkers_see_the_names_of_a_lazy_package_and_no_others(name: str) -> None:
     hidden = [

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import first_order, graph_behind
 from lightning_megatron.mesh.parts.names import lies_in
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.elsewhere.abstract import is_fake, is_ordinary
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
@@ -289,7 +290,7 @@ def _hooked(part: nn.Module) -> bool:
     """Whether somebody else than this package watches the calls of a module."""
     hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     hooks += (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("lightning_megatron.") for hook in hooks)
+    return any(not comes_from(hook, PACKAGE) for hook in hooks)
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.strategy.lightning.hooks import names_in
 
@@ -67,7 +68,7 @@ def _found(module: nn.Module) -> dict[str, torch.dtype]:
 @functools.cache
 def _may_convert(cls: type) -> bool:
     """Whether the source of a class, other than torch's and Lightning's, converts something of its own."""
-    if cls.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "builtins"):
+    if comes_from(cls, *FRAMEWORKS, "builtins"):
         return False
     functions = [each for name, each in vars(cls).items() if inspect.isfunction(each) and not name.startswith("__")]
     return any(_names_a_conversion(function) and _CONVERTS.search(_source(function)) for function in functions)

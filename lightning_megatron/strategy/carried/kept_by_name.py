@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.presence import Presence
@@ -39,15 +40,7 @@ _BY_NAME = frozenset(("named_parameters", "state_dict"))
 _LISTS = _BY_NAME | {"parameters", "named_buffers", "named_modules"}
 _NOT_READ = (*("on_load_checkpoint", "on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer"),)
 _WRITERS = frozenset(("save", "dump", "dumps", "save_file"))
-_LIBRARIES = (
-    "torch",
-    "lightning",
-    "lightning_fabric",
-    "lightning_megatron",
-    "builtins",
-    "torchmetrics",
-    "transformers",
-)
+_LIBRARIES = ("builtins", METRICS, "transformers")
 _KNOWN = frozenset((*dir(pl.Trainer), *dir(pl.LightningModule)))
 _NONE: Any = object()
 
@@ -164,17 +157,14 @@ def _hooks(owner: Any, parent: type | None) -> list[str]:
 def _holders(owner: Any) -> dict[str, Any]:
     """A module or callback, and objects of the user's own classes in its attributes, by the names of these."""
     values = {**vars(owner), **vars(owner).get("_modules", {})}
-    found = {name: value for name, value in values.items() if hasattr(value, "__dict__") and _is_users(type(value))}
+    values = {name: value for name, value in values.items() if hasattr(value, "__dict__")}
+    found = {name: value for name, value in values.items() if is_users(type(value), *_LIBRARIES)}
     plain = (name for name, value in found.items() if isinstance(value, nn.Module) or not callable(value))
     return {"": owner, **{name: found[name] for name in sorted(plain) if not isinstance(found[name], Callback)}}
 
 
-def _is_users(kind: type) -> bool:
-    return kind.__module__.split(".")[0] not in _LIBRARIES
-
-
 def _methods(holder: Any) -> list[str]:
-    kinds = [kind for kind in type(holder).__mro__ if _is_users(kind)]
+    kinds = [kind for kind in type(holder).__mro__ if is_users(kind, *_LIBRARIES)]
     return [name for kind in kinds for name, value in vars(kind).items() if isinstance(value, types.FunctionType)]
 
 

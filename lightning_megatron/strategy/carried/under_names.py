@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 
@@ -229,7 +230,7 @@ class ByName:
 
 
 def _can_be_told(leaf: Any) -> bool:
-    return type(leaf) is not Absent and (isinstance(leaf, _PLAIN) or type(leaf).__module__ == "numpy")
+    return type(leaf) is not Absent and (isinstance(leaf, _PLAIN) or module_of(type(leaf)) == "numpy")
 
 
 def digest(value: Any) -> str:

@@ -34,6 +34,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import Started, start_all_reduce
 from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.parts.packages import package_of
 from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_by
@@ -152,7 +153,7 @@ class UnlikeWrites:
         spared = Parts([name for name, child in owners.items() if isinstance(child, (Metric, _BatchNorm))])
         for table in tables_on([(name, child) for name, child in owners.items() if name not in spared]):
             owner = owners.get(table.name)
-            if table.buffers or owner is None or type(owner).__module__.split(".")[0] != "torch":
+            if table.buffers or owner is None or package_of(type(owner)) != "torch":
                 yield table
 
     def _writable(self, table: Table) -> tuple[tuple[Any, ...], frozenset[Any]]:

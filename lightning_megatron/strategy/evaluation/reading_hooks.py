@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_megatron.mesh.parts.packages import METRICS, comes_from
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log, names_in
 
@@ -84,7 +85,7 @@ def names_only_collected(module: pl.LightningModule, callbacks: Iterable[Callbac
     owners += [(module, pl.LightningModule)]
     methods = [(owner, hook) for owner, parent in owners for hook in _overridden(owner, parent) if hook not in behind]
     kinds = {type(child): child for child in module.modules() if child is not module}.values()
-    methods += [(child, "forward") for child in kinds if _is_users(child)]
+    methods += [(child, "forward") for child in kinds if not comes_from(type(child), "torch", METRICS)]
     functions = [function for owner, hook in methods for function in functions_of(owner, hook)]
     for function in (*functions, *_getters(module)):
         used = found.intersection(names_in(function.__code__))
@@ -109,10 +110,6 @@ def _overridden(owner: Any, parent: type) -> list[str]:
     own = {name for kind in kinds for name, value in vars(kind).items() if callable(value) and name != "__init__"}
     own.update(name for name, value in vars(owner).items() if callable(value))
     return [name for name in sorted(own) if callable(getattr(parent, name, None)) or name == "forward"]
-
-
-def _is_users(child: nn.Module) -> bool:
-    return not type(child).__module__.startswith(("torch.", "torchmetrics."))
 
 
 def _only_collects(definition: ast.AST, name: str) -> bool:

@@ -26,6 +26,7 @@ from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.draws.one_stream import OneStream
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.pipeline.elsewhere.away import refuse_away
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
 from lightning_megatron.pipeline.repeated.with_gradients import TrainingFollower
@@ -221,7 +222,7 @@ def sources(kind: type, name: str) -> list[str]:
         if method in seen or not callable(function):
             continue
         seen.add(method)
-        if (getattr(function, "__module__", "") or "").split(".")[0] in ("lightning", "torch"):
+        if comes_from(function, *FRAMEWORKS):
             continue
         found.append(_source_of(function))
         todo += CALLS.findall(found[-1])

@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from lightning_megatron.layers.all_here import all_tokens
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_broadcast, wait_for
+from lightning_megatron.mesh.parts.packages import comes_from
 from lightning_megatron.mesh.replaced import Replacement, Replacements
 from lightning_megatron.pipeline.repeated.model_calls import ModelCalls
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.hooks.served_calls import serving
 
-_LIBRARY = "transformers.generation."
-_LAYERS = "lightning_megatron.layers."
+_LIBRARY = "transformers.generation"
+_LAYERS = "lightning_megatron.layers"
 _TAG = (1 << 20) + 11
 _ENDS, _SCORES = 1, 2
 
@@ -101,7 +102,7 @@ class _Ranks:
         stage, parts = Stage.of(module), list(model.modules())
         trunk = None if stage is None else module.get_submodule(stage.partition.trunk.name)
         self._calls = None if stage is None or trunk not in parts else ModelCalls.of(module, stage)
-        of_tensor = any(type(part).__module__.startswith(_LAYERS) for part in parts)
+        of_tensor = any(comes_from(type(part), _LAYERS) for part in parts)
         self._group = group if of_tensor or always else None
 
     @contextmanager
@@ -188,7 +189,7 @@ def _agreeing(model: Any, given: dict[str, Any], ranks: _Ranks) -> dict[str, Any
 
     criteria, processors = list(given.get("stopping_criteria") or ()), list(given.get("logits_processor") or ())
     mine = [criterion for criterion in criteria if not _looks_at_tokens_only(criterion)]
-    known = [processor for processor in processors if type(processor).__module__.startswith(_LIBRARY)]
+    known = [processor for processor in processors if comes_from(type(processor), _LIBRARY)]
     most = _time_of(model, given)
     said = _ENDS * bool(mine or most is not None) | _SCORES * (len(known) < len(processors))
     first, together = ranks.first_says(said)
@@ -209,7 +210,7 @@ def _agreeing(model: Any, given: dict[str, Any], ranks: _Ranks) -> dict[str, Any
 
 def _looks_at_tokens_only(criterion: Any) -> bool:
     kind = type(criterion)
-    return kind.__module__.startswith(_LIBRARY) and "Time" not in kind.__name__
+    return comes_from(kind, _LIBRARY) and "Time" not in kind.__name__
 
 
 def _time_of(model: Any, given: dict[str, Any]) -> float | None:

@@ -37,6 +37,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.parts.names import lies_in, parent
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, HOOKS, function_of, users_hook
 from lightning_megatron.pipeline.elsewhere.listing import is_in_part
@@ -68,7 +69,7 @@ class LateModules:
         self._split = {parent(name) for name, entry in presence.entries.items() if entry.is_slice}
         self._names = {child: name for name, child in module.named_modules()} if wanted else {}
         kinds = {type(child) for child, name in self._names.items() if name in self._split}
-        self._kinds = tuple(kind for kind in kinds if lies_in(kind.__module__, "lightning_megatron"))
+        self._kinds = tuple(kind for kind in kinds if comes_from(kind, PACKAGE))
         self._compiled = {child for child in self._names if child._compiled_call_impl is not None}
         self._replaced: list[str] = []
         self._in_step = False

@@ -27,11 +27,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from lightning_megatron.mesh.parts.packages import LIGHTNING, comes_from, is_users, package_of
 from lightning_megatron.mesh.replaced import Replacement
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.strategy.lightning.hooks import names_in
 
-_KNOWN = ("torch", "lightning", "lightning_utilities", "lightning_megatron", "builtins")
+_KNOWN = ("lightning_utilities", "builtins")
 _PLAIN = (bool, int, float, complex, str, bytes, PurePath)
 _FACTS = {
     *("global_step", "current_epoch", "global_rank", "local_rank", "is_global_zero", "world_size", "max_epochs", "log"),
@@ -48,7 +49,7 @@ _REACH_ALL = ("gc", "sys", "inspect", "ctypes", "weakref")
 def is_blind(callback: Callback) -> bool:
     """Whether no code of a callback can come to weights."""
     kinds = [kind for kind in type(callback).__mro__ if kind is not object]
-    own = [kind for kind in kinds if not kind.__module__.startswith("lightning.")]
+    own = [kind for kind in kinds if not comes_from(kind, *LIGHTNING)]
     kept = [value for name, value in vars(callback).items() if not _stands_for_own(callback, name, value)]
     if not all(_is_plain(value) for value in (*kept, *(value for kind in own for value in _values(kind)))):
         return False
@@ -146,7 +147,7 @@ def _reads_facts(
         owner: whose method it is.
         methods: gets the names of other methods of a module that are called.
     """
-    if inspect.unwrap(function) is not function and function.__globals__["__name__"].split(".")[0] not in _KNOWN:
+    if inspect.unwrap(function) is not function and is_users(function.__globals__, *_KNOWN):
         return False  # a decorator of the user's gets all arguments
     definition = definition_of(function)
     if not isinstance(definition, ast.FunctionDef):
@@ -196,8 +197,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(vars(self._owner).get(node.attr), _PLAIN):
             return True
         found = inspect.getattr_static(type(self._owner), node.attr, None)
-        known = str(getattr(found, "__module__", "torch")).split(".")[0] in _KNOWN
-        if self._methods is None or known or not isinstance(found, types.FunctionType):
+        if self._methods is None or not isinstance(found, types.FunctionType) or not is_users(found, *_KNOWN):
             return False
         self._methods.append(node.attr)
         return True
@@ -218,7 +218,7 @@ def _reaches_none(function: types.FunctionType) -> bool:
         cells = [cell.cell_contents for cell in each.__closure__ or () if _is_filled(cell)]
         for value in [*(each.__globals__[name] for name in names if name in each.__globals__), *cells]:
             if isinstance(value, types.ModuleType):
-                if value.__name__.split(".")[0] in _REACH_ALL:
+                if package_of(value) in _REACH_ALL:
                     return False
                 waiting += [getattr(value, n) for n in names if _foreign(getattr(value, n, None))]
             elif isinstance(value, type):
@@ -240,5 +240,5 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _foreign(thing: Any) -> bool:
     """Whether a function or class is the user's, as far as it can be told."""
-    home = str(getattr(thing, "__module__", None) or "builtins").split(".")[0]
-    return isinstance(thing, (types.FunctionType, type)) and home not in (*_KNOWN, "time", "math", "logging", "typing")
+    known = (*_KNOWN, "time", "math", "logging", "typing")
+    return isinstance(thing, (types.FunctionType, type)) and is_users(thing, *known)

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.pipeline.cut.syntax import definition_of
 
-_LIBRARIES = ("torch", "lightning", "lightning_fabric", "lightning_megatron", "abc", "typing")
 _BY_NAME = ("getattr", "hasattr")
 _DEPTH = 4
 
@@ -153,7 +153,7 @@ def _parsed(kind: type, method: str) -> ast.FunctionDef | None:
         found = base.__dict__.get(method)
         if found is None:
             continue
-        if base.__module__.split(".")[0] in _LIBRARIES:
+        if not is_users(base, "abc", "typing"):
             return None
         definition = definition_of(found) if inspect.isfunction(found) else None
         return definition if isinstance(definition, ast.FunctionDef) else None

@@ -28,6 +28,7 @@ from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import NATIVE, SHAPE
 from lightning_megatron.layers.whole.step_kinds import as_they_are
 from lightning_megatron.mesh.parts.names import leaf_of, lies_in, outwards, parent
+from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, comes_from
 from lightning_megatron.mesh.pickling import AroundHook
 
 _TABLES = {
@@ -36,7 +37,6 @@ _TABLES = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_OURS = ("lightning_megatron.", "lightning.pytorch.")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -108,7 +108,7 @@ class LayerHooks:
         for table, kind in _TABLES.items():
             hooks = getattr(part, table)
             for key, hook in hooks.items():
-                if _is_users(hook):
+                if not isinstance(hook, _Blindfolded) and _is_of_others(hook):
                     said = f"the {kind} of `{self._names[id(part)]}`{_place(hook)}"
                     hooks[key] = functools.wraps(hook, updated=())(_Blindfolded(hook, said, self))
         _outermost(part._forward_pre_hooks, Entering, last=True)
@@ -117,7 +117,7 @@ class LayerHooks:
     def _refuse_late(self, part: nn.Module) -> None:
         for table, kind in _TABLES.items():
             for key, hook in getattr(part, table).items():
-                if key >= self._first_late and not str(getattr(_bare(hook), "__module__", "")).startswith(_OURS):
+                if key >= self._first_late and _is_of_others(hook):
                     name = self._names[id(part)]
                     raise RuntimeError(
                         f"a {kind}{_place(hook)} was registered on `{name}` after the module had been divided: "
@@ -234,10 +234,9 @@ def _outermost(hooks: Any, kind: type, *, last: bool) -> None:
         hooks.move_to_end(found[0], last=last)
 
 
-def _is_users(hook: Any) -> bool:
-    if isinstance(hook, _Blindfolded):
-        return False
-    return not str(getattr(_bare(hook), "__module__", "")).startswith(_OURS)
+def _is_of_others(hook: Any) -> bool:
+    """Whether it is neither Lightning's nor this package's."""
+    return not comes_from(_bare(hook), *LIGHTNING, PACKAGE)
 
 
 def _bare(hook: Any) -> Any:

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, module_of
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES, Absent
@@ -396,5 +397,4 @@ def _with_numbers(value: Any, numbers: Mapping[int, Tensor]) -> Any:
 
 def _is_own(frame: FrameType) -> bool:
     """Whether code of this package computes, as where a weight that was seen whole is cut again."""
-    home = str(frame.f_globals.get("__name__"))
-    return home.startswith("lightning_megatron.") and home != __name__
+    return comes_from(frame, PACKAGE) and module_of(frame) != __name__

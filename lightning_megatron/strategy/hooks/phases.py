@@ -29,6 +29,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_megatron.mesh.parts.packages import HUGGING_FACE, METRICS, is_users
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.strategy.hooks.added_later import AddedHooks
 from lightning_megatron.strategy.hooks.expressions import (
@@ -48,7 +49,7 @@ _TRAINERS = _TIMES | {"trainer", "max_epochs", "max_steps", "num_training_batche
 _BATCH = "batch_idx"  # under which expressions have the number of the batch
 _SELF = "self"  # and the user's module
 _FUNCTIONS = {each.__name__: each for each in (abs, bool, float, int, max, min, round)}
-_LIBRARIES = {"builtins", "torch", "lightning", "lightning_megatron", "torchmetrics", "transformers", "peft"}
+_LIBRARIES = ("builtins", METRICS, *HUGGING_FACE)
 _CHOOSERS = {"getattr": getattr, "repr": repr}
 _PLAIN = (bool, int, float, str, type(None))
 _PARTS = (ast.Attribute, ast.Subscript, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Tuple)
@@ -221,18 +222,18 @@ class _Reader:
         """Read what a call runs, if it is a method, a module or a function of the user's."""
         if isinstance(call.func, ast.Name):
             function = scope.names.get(call.func.id)
-            if inspect.isfunction(function) and _is_users(function):
+            if inspect.isfunction(function) and is_users(function, *_LIBRARIES):
                 self._function(function, None, _given(function, call, scope, bound=False))
             return
         if (above := scope.above(call.func)) is not None:
-            if _is_users(above):
+            if is_users(above, *_LIBRARIES):
                 self._function(above, scope.owner, _given(above, call, scope, bound=True))
             return
         chain = scope.pure(call.func)
         if isinstance(chain, ast.Subscript) and isinstance(table := self._value(chain.value), (dict, list, tuple)):
             for each in table.values() if isinstance(table, dict) else table:
                 function = getattr(each, "__func__", each)
-                if inspect.isfunction(function) and _is_users(function):
+                if inspect.isfunction(function) and is_users(function, *_LIBRARIES):
                     mine = getattr(each, "__self__", None) is self._module
                     owner_of = ast.Name(_SELF, ast.Load()) if mine else None
                     self._function(function, owner_of, _given(function, call, scope, bound=mine))
@@ -246,7 +247,7 @@ class _Reader:
             chain_of = chain.value  # type: ignore[assignment]
         else:
             return
-        if _is_users(found):
+        if is_users(found, *_LIBRARIES):
             self._function(found, chain_of, _given(found, call, scope, bound=True))
 
     def _is_everywhere(self, expression: ast.expr) -> bool:
@@ -263,7 +264,7 @@ class _Reader:
         for part in ast.walk(expression):
             if isinstance(part, ast.Attribute) and part.attr not in _TRAINERS:
                 found = inspect.getattr_static(type(self._value(part.value)), part.attr, None)
-                if isinstance(found, property) and found.fget is not None and _is_users(found.fget):
+                if isinstance(found, property) and found.fget is not None and is_users(found.fget, *_LIBRARIES):
                     self._function(found.fget, part.value, {})
                     computes = True
         return computes
@@ -361,7 +362,7 @@ class _Scope:
 def _set_later(kind: type) -> Iterator[str]:
     """Attributes that methods of the user's classes set, other than constructors."""
     for base in kind.__mro__:
-        for name, function in vars(base).items() if _is_users(base) else ():
+        for name, function in vars(base).items() if is_users(base, *_LIBRARIES) else ():
             definition = definition_of(function) if inspect.isfunction(function) and name != "__init__" else None
             for node in ast.walk(definition) if definition is not None else ():
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
@@ -385,10 +386,6 @@ def _given(function: Any, call: ast.Call, scope: _Scope, *, bound: bool) -> dict
     arguments = [*zip(names, call.args, strict=False), *((each.arg, each.value) for each in call.keywords if each.arg)]
     given = {name: scope.pure(value) for name, value in arguments}
     return {name: pure for name, pure in given.items() if name is not None and pure is not None}
-
-
-def _is_users(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).split(".")[0] not in _LIBRARIES
 
 
 def _once(expressions: list[ast.expr]) -> list[ast.expr]:

@@ -32,6 +32,7 @@ from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
 from lightning_megatron.mesh.messages.further_groups import further_group
+from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, comes_from, is_users
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.parallelize.swap.hooks_on_tokens import refuse_gradients
@@ -150,7 +151,7 @@ class WholeHooks:
         """``strategy.optimizer_step``, whose closure is code of the user too where it is not Lightning's."""
 
         def updating(optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-            if not str(getattr(closure, "__module__", "")).startswith("lightning."):
+            if not comes_from(closure, *LIGHTNING):
                 closure = self._seeing(closure, serves=False)
             return update(optimizer, closure, *args, **kwargs)
 
@@ -199,7 +200,7 @@ def _tell_whole(parameter: nn.Parameter, wrap: Callable[[Any], Any]) -> None:
     """Let gradient hooks that were registered before the parameter was split have the whole gradient."""
     hooks = parameter._backward_hooks or {}
     for key, hook in hooks.items():
-        own = str(getattr(hook, "__module__", "")).startswith("lightning_megatron.")
+        own = comes_from(hook, PACKAGE)
         if not own and not isinstance(hook, WholeGradientHook | SummedGradientHook):
             hooks[key] = wrap(hook)
 
@@ -227,9 +228,6 @@ def may_run_on_one_rank(owner: Any, hook: str) -> bool:
 def _functions_called(owner: Any, function: Any, name: str) -> list[Any]:
     """Functions of the user's that a name in the code may mean: a method of the owner, or a function beside it."""
     candidates = (inspect.getattr_static(owner, name, None), getattr(function, "__globals__", {}).get(name))
-    libraries = ("torch", "lightning", "lightning_fabric", "lightning_megatron", "builtins", "numpy")
     return [
-        found
-        for found in candidates
-        if isinstance(found, types.FunctionType) and (found.__module__ or "").split(".")[0] not in libraries
+        found for found in candidates if isinstance(found, types.FunctionType) and is_users(found, "builtins", "numpy")
     ]

@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, STANDARD, comes_from, is_users, package_of
+
 _MODULE_HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
@@ -53,7 +55,7 @@ def reads_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bo
             return True
     if reads_each_batch(module, callbacks):
         return True
-    others = _others(callbacks)
+    others = other_callbacks(callbacks)
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
 
 
@@ -65,7 +67,8 @@ def reads_each_batch(module: pl.LightningModule, callbacks: list[Callback]) -> b
         return False
     if may_call(module, "training_step", ("grad",)):  # of the batch before, maybe
         return True
-    for owner, kind in ((module, pl.LightningModule), *((callback, Callback) for callback in _others(callbacks))):
+    others = ((callback, Callback) for callback in other_callbacks(callbacks))
+    for owner, kind in ((module, pl.LightningModule), *others):
         parent = None if owner is module else Callback
         if is_overridden("on_after_backward", owner, parent=parent):
             return True
@@ -80,7 +83,7 @@ def sees_earlier_gradients(module: pl.LightningModule, callbacks: list[Callback]
     if is_overridden("optimizer_zero_grad", module) and not _clears_all(module.optimizer_zero_grad):
         return True
     hook = "on_before_zero_grad"
-    others = _others(callbacks)
+    others = other_callbacks(callbacks)
     return is_overridden(hook, module) or any(is_overridden(hook, other, parent=Callback) for other in others)
 
 
@@ -93,9 +96,9 @@ def _clears_all(hook: Any) -> bool:
     return not jumps and set(code.co_names) in ({"zero_grad"}, {"super", "optimizer_zero_grad"})
 
 
-def _others(callbacks: Iterable[Callback]) -> list[Callback]:
+def other_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     """Those that are not this package's."""
-    return [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
+    return [callback for callback in callbacks if not comes_from(type(callback), PACKAGE)]
 
 
 def reads_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
@@ -121,8 +124,7 @@ def hooks_between_steps(module: pl.LightningModule) -> list[str]:
 
 def foreign_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     """Those that are neither Lightning's nor this package's."""
-    known = ("lightning_megatron.", "lightning.pytorch.")
-    return [callback for callback in callbacks if not type(callback).__module__.startswith(known)]
+    return [callback for callback in callbacks if not comes_from(type(callback), *LIGHTNING, PACKAGE)]
 
 
 def may_log(owner: Any, hook: str) -> bool:
@@ -227,7 +229,7 @@ def _named_by(function: Any, names: Collection[str]) -> list[types.FunctionType]
     homes = [each for each in named if isinstance(each, types.ModuleType)]
     if any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(function.__code__)):
         homes += [sys.modules[name] for name in names if name in sys.modules]
-    homes = [home for home in homes if _is_foreign(home) and home.__name__.split(".")[0] not in sys.stdlib_module_names]
+    homes = [home for home in homes if _is_foreign(home) and package_of(home) not in STANDARD]
     named += [vars(home).get(name) for home in homes for name in names]
     return [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
 
@@ -298,8 +300,7 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
 
 def _is_foreign(thing: Any) -> bool:
     """Whether a class, function or module is the user's, or at least not a part of what this package builds on."""
-    home = str(getattr(thing, "__module__", None) or getattr(thing, "__name__", ""))
-    return home.split(".")[0] not in ("torch", "lightning", "lightning_megatron", "builtins", "transformers")
+    return is_users(thing, "builtins", "transformers")
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

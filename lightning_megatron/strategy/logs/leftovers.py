@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.mesh import ParallelMesh
+from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.side_effects import SideEffects
@@ -42,7 +43,7 @@ _SMALL = 1 << 16  # bytes of an array
 
 def _follows(kind: type) -> bool | None:
     """Whether values of a class are followed; ``None`` where it depends on the value."""
-    depends = issubclass(kind, _CONTAINERS) or kind.__module__ == "numpy"
+    depends = issubclass(kind, _CONTAINERS) or module_of(kind) == "numpy"
     return issubclass(kind, (*_PLAIN, Tensor)) or (None if depends else False)
 
 
@@ -235,7 +236,7 @@ def _followed(value: Any, depth: int) -> bool:
 
 def _is_numbers(value: Any) -> bool:
     """Whether a value is an array or a number of NumPy's, which need not be installed."""
-    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+    return module_of(type(value)) == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
 
 
 def _fingerprint(value: Any) -> Any:

@@ -27,6 +27,7 @@ from lightning_megatron.data_parallel.renormalised_rows import renormalises
 from lightning_megatron.mesh.autograd import versions_of
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 from lightning_megatron.strategy.hooks.optimizer_states import StatesInRuns, StateTables, states_of
 
@@ -37,7 +38,7 @@ _ASSIGNS = frozenset(
     for mark in ("", "_")
 ) | {"aten::_index_put_impl_", "aten::select_scatter", "aten::slice_scatter"}
 _ROOMS = ("data_parallel", "mesh.messages", "strategy.generation")
-_MOVES_WEIGHTS = tuple(f"lightning_megatron.{room}." for room in _ROOMS)
+_MOVES_WEIGHTS = tuple(f"{PACKAGE}.{room}" for room in _ROOMS)
 
 Known = Callable[[nn.Module], bool]
 
@@ -205,9 +206,8 @@ def _moves_weights() -> bool:
     """Whether the write is this package's, which gathers weights or lets them come and go."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        home = str(frame.f_globals.get("__name__"))
-        if home.split(".")[0] != "torch" and home not in (__name__, "contextlib"):
-            return home.startswith(_MOVES_WEIGHTS)
+        if not comes_from(frame, "torch", __name__, "contextlib"):
+            return comes_from(frame, *_MOVES_WEIGHTS)
         frame = frame.f_back
     return False
 

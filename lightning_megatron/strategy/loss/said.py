@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 from lightning_megatron.mesh.draws.batch_draws import Place
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.logs.step_logs import LogKey
 from lightning_megatron.strategy.loss.tables import Name, spelled
@@ -344,7 +345,7 @@ def _speaks_of_sizes(error: Exception) -> bool:
 def _is_refusal(error: Exception) -> bool:
     """Whether this package has raised an error, and knows its cause."""
     frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
-    if not str(frame.f_globals.get("__name__")).startswith("lightning_megatron"):
+    if not comes_from(frame, PACKAGE):
         return False
     return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
 

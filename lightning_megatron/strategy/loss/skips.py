@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.pipeline.cut.flows import returns
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.strategy.lightning.hooks import names_in
@@ -108,12 +109,8 @@ def _names(owner: Any, method: Callable[..., Any]) -> set[str]:
         names = set(names_in(code))
         found |= names
         following = (inspect.getattr_static(type(owner), name, None) for name in names)
-        waiting += [each for each in following if inspect.isfunction(each) and not _is_lightnings(each)]
+        waiting += [each for each in following if inspect.isfunction(each) and not comes_from(each, *FRAMEWORKS)]
     return found
-
-
-def _is_lightnings(function: Any) -> bool:
-    return str(function.__module__).split(".")[0] in ("lightning", "torch")
 
 
 def may_return_none(owner: Any, method: Callable[..., Any]) -> bool:

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.mesh.draws.given_again import replayed
 from lightning_megatron.mesh.parts.names import leaf_of
+from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, MODULE, Address, Container, resolve
 from lightning_megatron.pipeline.elsewhere.reachable import Reach
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
@@ -51,7 +52,7 @@ class PerClass(dict[type, Answer]):
 _SCHEDULES: PerClass[bool] = PerClass(lambda kind: issubclass(kind, LRScheduler))
 NUMBERS = (bool, int, float, complex, str)
 _LEAVES = frozenset((*NUMBERS, type(None), Tensor, list))
-_LIBRARIES = ("builtins", "torch", "lightning", "lightning_fabric", "lightning_megatron", "torchmetrics", "functools")
+_LIBRARIES = ("builtins", METRICS, "functools")
 _OWN = MODULE - {"training", "forward"}
 _WHILE_STEPS_RUN = ("forward", "put_off")  # what this package puts on layers
 _LIGHTNINGS = _OWN | frozenset(pl.LightningModule().__dict__) | {"log"}
@@ -158,7 +159,7 @@ def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Table]
         return
     if isinstance(value, dict):
         table = value
-    elif hasattr(value, "__dict__") and not callable(value) and type(value).__module__.split(".")[0] not in _LIBRARIES:
+    elif hasattr(value, "__dict__") and not callable(value) and is_users(type(value), *_LIBRARIES):
         table = value.__dict__
     else:
         return
@@ -293,7 +294,7 @@ def assigned_names(kind: type) -> set[str]:
 
 
 def _source_of_user(kind: type) -> str:
-    bases = (base for base in kind.__mro__ if base.__module__.split(".")[0] not in _LIBRARIES)
+    bases = (base for base in kind.__mro__ if is_users(base, *_LIBRARIES))
     return "\n".join(map(_source_of, bases))
 
 

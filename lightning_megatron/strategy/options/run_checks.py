@@ -25,6 +25,7 @@ from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.experts.balance.balancing import is_known
 from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.mesh.parts.packages import comes_from
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 
@@ -84,9 +85,7 @@ def check_run(
                 "(`self.layer.weight.mul_(mask)` in `on_train_batch_end`), which sees them whole."
             )
     for thing in (*callbacks, *trainer.loggers):
-        if type(thing).__mro__[-2].__module__.startswith("pytorch_lightning") or type(thing).__module__.startswith(
-            "pytorch_lightning"
-        ):
+        if any(comes_from(kind, "pytorch_lightning") for kind in (type(thing), type(thing).__mro__[-2])):
             raise MisconfigurationException(
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
@@ -119,7 +118,7 @@ def _check_made(module: pl.LightningModule) -> None:
 def _check_adapters(module: pl.LightningModule) -> None:
     """Refuse peft adapters that compare those of all layers."""
     for name, child in module.named_modules():
-        if hasattr(child, "rankallocator") and type(child).__module__.startswith("peft."):
+        if hasattr(child, "rankallocator") and comes_from(type(child), "peft"):
             raise MisconfigurationException(
                 f"`{name}` is an AdaLoRA: it ranks the adapters of all layers against each other and penalises them "
                 "together, and a pipeline stage has only its own. Use LoRA, or `pipeline_parallel_size=1` with "

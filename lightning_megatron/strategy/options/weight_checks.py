@@ -20,7 +20,12 @@ from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
 from lightning_megatron.strategy.hooks.blind import hook_is_blind, is_blind
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, hooks_between_steps, takes_second_gradients
+from lightning_megatron.strategy.lightning.hooks import (
+    foreign_callbacks,
+    hooks_between_steps,
+    other_callbacks,
+    takes_second_gradients,
+)
 from lightning_megatron.strategy.options.together import check_module_with, check_options_with, refuse_with
 
 _WITHOUT = {
@@ -184,6 +189,6 @@ def reads_in_steps(module: pl.LightningModule, callbacks: list[Callback]) -> boo
 
 def _seeing(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks that are neither this package's nor known, or read, not to look at weights."""
-    others = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_megatron.")]
+    others = other_callbacks(callbacks)
     foreign = foreign_callbacks(others)
     return [each for each in others if not (is_blind(each) if each in foreign else isinstance(each, _BLIND))]
