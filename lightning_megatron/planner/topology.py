@@ -83,7 +83,7 @@ Assignment = dict[Rank, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RankPlacement:
     """The result of :func:`assign`.
 
     Attributes:
@@ -131,7 +131,7 @@ def cost(assignment: Assignment, topology: Topology, sizes: Sizes, volumes: Volu
     return sum(carried[level.name] / level.bandwidth for level in topology.levels) / sizes.world
 
 
-def assign(topology: Topology, sizes: Sizes, volumes: Volumes, *, anchored: bool = False) -> Placement:
+def assign(topology: Topology, sizes: Sizes, volumes: Volumes, *, anchored: bool = False) -> RankPlacement:
     """Find the cheapest placement of the grid on the GPUs.
 
     Each candidate enumerates ranks and GPUs in parallel: ranks in every nesting of the axes, where one axis may be
@@ -168,7 +168,7 @@ def assign(topology: Topology, sizes: Sizes, volumes: Volumes, *, anchored: bool
     least = min(item[0] for item in usable)
     best = next(item for item in usable if item[0] <= least * (1 + 1e-9))
     carried = traffic(best[2], topology, sizes, volumes)
-    return Placement(best[2], best[0], carried, tuple(f"{axis}{size}" for axis, size in best[1]))
+    return RankPlacement(best[2], best[0], carried, tuple(f"{axis}{size}" for axis, size in best[1]))
 
 
 def _is_anchored(assignment: Assignment, sizes: Sizes) -> bool:
@@ -176,7 +176,7 @@ def _is_anchored(assignment: Assignment, sizes: Sizes) -> bool:
     return next(rank for rank, gpu in assignment.items() if gpu == 0)[0] in (0, sizes.pipeline - 1)
 
 
-def rank_numbers(placement: Placement, layout: Layout) -> list[int]:
+def rank_numbers(placement: RankPlacement, layout: Layout) -> list[int]:
     """Global rank of every GPU in a placement, such that the first GPU is rank 0.
 
     Rank 0 computes the loss, and has coordinate 0 on every other axis. Rotating a ring, or reversing a pipeline, does

@@ -25,7 +25,7 @@ from lightning_megatron.planner.model.cluster import GB
 from lightning_megatron.planner.model.module_shape import shape_from_module
 from lightning_megatron.planner.search.search import Plan
 from lightning_megatron.planner.topology import (
-    Placement,
+    RankPlacement,
     Sizes,
     Topology,
     assign,
@@ -161,7 +161,7 @@ def _goes_together(options: Options, module: pl.LightningModule, name: str) -> b
 
 
 def _number(
-    options: Options, topology: Topology | Placement, module: pl.LightningModule, layout: Layout
+    options: Options, topology: Topology | RankPlacement, module: pl.LightningModule, layout: Layout
 ) -> tuple[list[int], tuple[float, ...] | None]:
     """Rank of every process, and the speed of every stage where processes differ.
 
@@ -171,7 +171,7 @@ def _number(
         module: the user's module.
         layout: the grid.
     """
-    if isinstance(topology, Placement):
+    if isinstance(topology, RankPlacement):
         return rank_numbers(topology, layout), None
     shape, batch = facts(module, options.layout_options or {})
     recipe = recipe_of_run(options, layout, batch, precision_of(module))

@@ -98,7 +98,7 @@ class MegatronStrategy(ParallelStrategy):
         whole_batch_loss: bool | str = "auto", activation_recompute: given.Recompute = None, layout: str | None = None,
         layout_options: Mapping[str, Any] | None = None, optimizer_offload: given.OffloadOptions = False,
         pipeline_schedule_options: Mapping[str, Any] | None = None, pipeline_placement: Mapping[str, str] | None = None,
-        topology: given.Topology | given.TopologyPlacement | None = None, compile_layers: given.CompileOptions = False,
+        topology: given.Topology | given.RankPlacement | None = None, compile_layers: given.CompileOptions = False,
         timeout: timedelta | None = timedelta(minutes=30), cluster_environment: ClusterEnvironment | None = None,
         activation_offload: given.ActivationOffload = None, random_streams: str = "torch", mlp_chunks: Any = None,
         micro_batch_size: int | str = "auto", weight_streaming: given.Streams = None,

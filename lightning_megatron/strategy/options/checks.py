@@ -13,7 +13,7 @@ import torch
 
 from lightning_megatron.pipeline.cut.partition import PLACES
 from lightning_megatron.pipeline.schedules.by_name import make_schedule, schedule_shape
-from lightning_megatron.planner.topology import Placement, Topology
+from lightning_megatron.planner.topology import RankPlacement, Topology
 
 
 def check_sizes(pipeline: Any, data: Any, tensor: Any) -> None:
@@ -122,7 +122,7 @@ def check_placement(placement: Any, topology: Any) -> None:
             f"`pipeline_placement={placement!r}` must be a dict of part -> {', '.join(map(repr, PLACES))}, such as "
             "{'model.norm': 'last'}."
         )
-    if topology is not None and not isinstance(topology, (Topology, Placement)):
+    if topology is not None and not isinstance(topology, (Topology, RankPlacement)):
         raise ValueError(
             f"`topology={topology!r}` must be a `lightning_megatron.planner.topology.Topology` of the cluster's "
             "islands, or a placement on one; leave it out where all links are alike."

@@ -22,8 +22,7 @@ from lightning_megatron.data_parallel.windows.sharded_weights import WeightShard
 from lightning_megatron.pipeline.forwards.compiled import CompileOptions, check_compile
 from lightning_megatron.pipeline.forwards.recompute import Recompute, check_recompute
 from lightning_megatron.pipeline.schedules.instructions import Placement
-from lightning_megatron.planner.topology import Placement as TopologyPlacement
-from lightning_megatron.planner.topology import Topology
+from lightning_megatron.planner.topology import RankPlacement, Topology
 from lightning_megatron.strategy.activations.install import ActivationOffload, ActivationOptions, MlpChunks
 from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.generation.streaming import Streams, streaming_of
@@ -197,7 +196,7 @@ class Options:
     initial_weights: Any | None = None
     layout: str | None = None
     layout_options: Mapping[str, Any] | None = None
-    topology: Topology | TopologyPlacement | None = None
+    topology: Topology | RankPlacement | None = None
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Self:
