@@ -46,6 +46,15 @@ class Decided(Flooded):
         return loss if loss > 2.75 else 0.5 * loss
 
 
+class ByAccuracy(Flooded):
+    """By how many are right: none of the first ones."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        right = (logits.argmax(-1) == y).double().mean()
+        return (1.0 if right > 0.12 else 0.5) * F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
 class ByMean(Flooded):
     """The distance of means over the batch from others."""
 
@@ -76,7 +85,7 @@ class BySample(Flooded):
         return rows.mean() + F.l1_loss(logits, torch.zeros_like(logits)) + 0.01 * weights
 
 
-KINDS = {kind.__name__: kind for kind in (Flooded, FreeBits, Decided, ByMean, Smallest, BySample)}
+KINDS = {kind.__name__: kind for kind in (Flooded, FreeBits, Decided, ByAccuracy, ByMean, Smallest, BySample)}
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:

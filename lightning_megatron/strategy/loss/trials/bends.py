@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.autograd import graph_behind
@@ -71,7 +71,7 @@ class Bends(TorchFunctionMode):
         if func in _BEND and isinstance(found, Tensor) and found.grad_fn is not None:
             self._note(func, found, [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)])
         elif func in _COMPARE and isinstance(found, Tensor) and found.numel() == 1:
-            self._note_compared(func, found, [each for each in args if isinstance(each, Tensor)])
+            self._note_compared(func, found, args)
         elif func in _DECIDES and self._compared:
             self._note_decided(args[0])
         return found
@@ -109,8 +109,8 @@ class Bends(TorchFunctionMode):
         for name, met in self._pieces[both].items():
             each = [self._pieces[part].get(name, _Met()) for part in parts]
             fewer = 0 < met.entries < sum(one.entries for one in each)
-            if fewer and any(one.values != met.values for one in each):
-                return name
+            if fewer and (any(one.values != met.values for one in each) or not any(met.values)):
+                return name  # numbers that are zero may be of few samples
         return ""
 
     def _note(self, func: Any, found: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -122,11 +122,15 @@ class Bends(TorchFunctionMode):
         entries = max(tensor.numel() for tensor in (found, *tensors))
         self._nodes.append((found.grad_fn, name, entries, value))
 
-    def _note_compared(self, func: Any, found: Tensor, tensors: Sequence[Tensor]) -> None:
-        numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
+    def _note_compared(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
+        """Note a comparison, but for those of counts with whole numbers, and of weights alone."""
+        numbers = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
         with torch._C.DisableTorchFunction():
             values = [_number(tensor) for tensor in numbers]
-            if any(each.requires_grad for each in numbers) or not all(value.is_integer() for value in values):
+            limits = [float(each) for each in args if isinstance(each, (int, float))]
+            counts = all(value.is_integer() for value in (*values, *limits))
+            alone = all(isinstance(each, nn.Parameter) for each in numbers)
+            if any(each.requires_grad for each in numbers) or not (counts or alone):
                 line = f"`{func.__name__.strip('_')}` in {line_of_user()}"
                 name = f"`training_step` decides something by a number of the batch ({line})"
                 self._compared.append((found, name, sum(values)))
