@@ -215,6 +215,18 @@ def export_safetensors(
         )
     entries = as_in_files(entries, config)
     folder.mkdir(parents=True, exist_ok=True)
+    names = _write_shards(folder, entries, shard_bytes)
+    if config is not None:
+        stored = dict(config) if dtype is None else {**config, "dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(stored, indent=2))
+    generation = source.about.get("generation", {}).get(prefix)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    return names
+
+
+def _write_shards(folder: Path, entries: Mapping[str, TensorToWrite], shard_bytes: int) -> list[str]:
+    """Write tensors into files of limited size, with an index where there are several; returns their sorted names."""
     shards = _shards(entries, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -224,12 +236,6 @@ def export_safetensors(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(_size, entries.values()))}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    if config is not None:
-        stored = dict(config) if dtype is None else {**config, "dtype": str(dtype).removeprefix("torch.")}
-        (folder / "config.json").write_text(json.dumps(stored, indent=2))
-    generation = source.about.get("generation", {}).get(prefix)
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     return sorted(weight_map)
 
 

@@ -95,57 +95,28 @@ class Assembler:
             ValueError: the module cannot be divided so; the message says what to change.
             RuntimeError: an earlier run cut the module for another layout.
         """
-        mesh, eight = self._mesh, self._precision.precision == "fp8-mixed"  # type: ignore[comparison-overlap]
-        if eight:
-            check_float8(self._device, self._options.compile_layers)
-        if splits_itself(module):
-            self._check_own_split()
+        mesh = self._mesh
+        self._check(module)
         alike.agree_on_random_state(mesh, self._device)
         seed = alike.agree_on_base_seed(self._device)
         apart = self._engine_options.whole_batch_loss is False
         streams = SegmentStreams(self._device, mesh.coordinates.data, seed, self._draws(), apart=apart)
-        module = self._precision.convert_module(module)  # type: ignore[assignment]
-        if not splits_itself(module):
-            convert_as_forward_does(module)
-        if mesh.layout.pipeline * mesh.layout.tensor * self._options.experts > 1:
-            note_shape(module)
-            note_trunk(module)
-        if not splits_itself(module):
-            sharded = self._engine_options.gradients.weights is not None
-            check_renormalised(module, mesh.layout.world_size, weight_sharding=sharded)
+        module = self._converted(module)
         tensor_state, report = self._layer_split().split(module)
         alike.synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)
-        if stage is not None:
-            presence = stage.presence
-        else:
-            divided_here = not splits_itself(module)  # else its DTensors say what is whole
-            presence = Presence.uncut(module, tensor_state.table, mesh.coordinates.tensor if divided_here else 0)
+        presence = self._presence(module, stage, tensor_state)
         about = layers_of(module, stage, self._options.pipeline_layers), self._options.streaming, self._device
         streamed = stream_weights(module, *about, from_files, mesh.group("data_parallel"))
         self._world.materialize(module, self._device, seed, tensor_state.table, streamed.settle if streamed else None)
         module.to(self._device)
         if streamed is not None:
             streamed.install()
-        here = self._layers_here(module, stage)
-        compile_layers(here, self._options.compile_layers)
-        if done := multiply_in_8_bits(here, eight):
-            rank_zero_info(done)
-        if self._options.activation_recompute is not None or stage is not None:
-            recompute_layers(here, self._options.activation_recompute)
+        self._replace_forwards(module, stage)
         engine = StepEngine(
             module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options, self._world
         )
-        groups: dict[Holders, Any] = {}
-        if engine.splits_itself:
-            self._agree_on_own_split(module)
-        else:
-            holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
-            groups = mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
-            if streamed is None:  # else replicas read the same values
-                alike.agree_on_weights(
-                    module, mesh.of_gradients, {n: groups[h] for n, h in holders.items() if h in groups}
-                )
+        groups = self._agree_on_weights(module, engine, presence, tensor_state, wanted=streamed is None)
         engine.note_trained()
         tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
         tensor = mesh.group("tensor_parallel") if mesh.layout.tensor > 1 else None
@@ -153,6 +124,69 @@ class Assembler:
         traffic, pieces = arrange(module, stage, *asked, self._device, tensor)
         parts = tokens, heads, traffic, pieces, streamed
         return Assembled(module, engine, tensor_state, report, streams, groups, *parts)
+
+    @property
+    def _in_8_bits(self) -> bool:
+        return self._precision.precision == "fp8-mixed"  # type: ignore[comparison-overlap]
+
+    def _check(self, module: pl.LightningModule) -> None:
+        """Refuse what does not depend on the parts of a module."""
+        if self._in_8_bits:
+            check_float8(self._device, self._options.compile_layers)
+        if splits_itself(module):
+            self._check_own_split()
+
+    def _converted(self, module: pl.LightningModule) -> pl.LightningModule:
+        """The module in its dtypes, whose whole shape is noted: it will be divided."""
+        module = self._precision.convert_module(module)  # type: ignore[assignment]
+        if not splits_itself(module):
+            convert_as_forward_does(module)
+        if self._mesh.layout.pipeline * self._mesh.layout.tensor * self._options.experts > 1:
+            note_shape(module)
+            note_trunk(module)
+        if not splits_itself(module):
+            sharded = self._engine_options.gradients.weights is not None
+            check_renormalised(module, self._mesh.layout.world_size, weight_sharding=sharded)
+        return module
+
+    def _presence(self, module: pl.LightningModule, stage: Stage | None, tensor_state: TensorState) -> Presence:
+        if stage is not None:
+            return stage.presence
+        divided_here = not splits_itself(module)  # else its DTensors say what is whole
+        return Presence.uncut(module, tensor_state.table, self._mesh.coordinates.tensor if divided_here else 0)
+
+    def _replace_forwards(self, module: pl.LightningModule, stage: Stage | None) -> None:
+        """Let the layers that are here be compiled, multiply in 8 bits and be recomputed, as far as asked for."""
+        here = self._layers_here(module, stage)
+        compile_layers(here, self._options.compile_layers)
+        if done := multiply_in_8_bits(here, self._in_8_bits):
+            rank_zero_info(done)
+        if self._options.activation_recompute is not None or stage is not None:
+            recompute_layers(here, self._options.activation_recompute)
+
+    def _agree_on_weights(
+        self,
+        module: pl.LightningModule,
+        engine: StepEngine,
+        presence: Presence,
+        tensor_state: TensorState,
+        *,
+        wanted: bool,
+    ) -> dict[Holders, Any]:
+        """Give all replicas the same weights, if ``wanted``: else they read the same values.
+
+        Returns:
+            Holders of parameters -> their groups.
+        """
+        if engine.splits_itself:
+            self._agree_on_own_split(module)
+            return {}
+        holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
+        groups = self._mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
+        if wanted:
+            of_holders = {name: groups[each] for name, each in holders.items() if each in groups}
+            alike.agree_on_weights(module, self._mesh.of_gradients, of_holders)
+        return groups
 
     def _layers_here(self, module: pl.LightningModule, stage: Stage | None) -> LayersHere:
         if stage is None:

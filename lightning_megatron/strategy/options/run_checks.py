@@ -62,12 +62,30 @@ def check_run(
     Raises:
         MisconfigurationException: with what to change.
     """
-    callbacks = callbacks_of(trainer)
     clip = trainer.gradient_clip_val
     if isinstance(clip, (int, float)) and not clip >= 0:
         raise MisconfigurationException(
             f"`Trainer(gradient_clip_val={clip})` must not be below 0; use a positive bound, or leave it out."
         )
+    _check_callbacks(trainer, module, layout)
+    _check_mixtures(trainer, module, layout, balance)
+    if layout.world_size > 1:
+        _check_made(module)
+    if layout.pipeline > 1 and trainer.state.fn == TrainerFn.FITTING:
+        _check_adapters(module)
+    if layout.pipeline > 1 or micro_batch_size != "auto":
+        _check_steps(module)
+    elif layout.data > 1 and tries:
+        _check_fetching(
+            module,
+            f"so that nothing tells what its loss is a mean over in those of `data_parallel_size={layout.data}` "
+            "replicas; take a `batch`, or pass `whole_batch_loss=False` if the mean of their losses is meant",
+        )
+
+
+def _check_callbacks(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
+    """Refuse callbacks that need a module in one piece, and those and loggers of another Lightning."""
+    callbacks = callbacks_of(trainer)
     for callback in callbacks:
         measures = isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module)
         if measures and layout.pipeline > 1:
@@ -89,19 +107,6 @@ def check_run(
             raise MisconfigurationException(
                 f"{type(thing).__name__} comes from `pytorch_lightning`; import it from `lightning.pytorch`."
             )
-    _check_mixtures(trainer, module, layout, balance)
-    if layout.world_size > 1:
-        _check_made(module)
-    if layout.pipeline > 1 and trainer.state.fn == TrainerFn.FITTING:
-        _check_adapters(module)
-    if layout.pipeline > 1 or micro_batch_size != "auto":
-        _check_steps(module)
-    elif layout.data > 1 and tries:
-        _check_fetching(
-            module,
-            f"so that nothing tells what its loss is a mean over in those of `data_parallel_size={layout.data}` "
-            "replicas; take a `batch`, or pass `whole_batch_loss=False` if the mean of their losses is meant",
-        )
 
 
 def _check_made(module: pl.LightningModule) -> None:

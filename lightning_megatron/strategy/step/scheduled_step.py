@@ -175,14 +175,7 @@ class ScheduledStep:
             if cut.layers:
                 step = self._step_around(call, recorder, batch, scales, cut, name)
             else:
-                schedule = self._context.schedule(len(parts), forward_only=not training)
-                chunks = schedule.chunks if passes is None else 1
-                told = self._mesh.layout.pipeline > 1  # what the step writes into its batch
-                batches = self._batches if told or chunks > 1 or len(parts) > 1 else None
-                recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches, self._weights)
-                run = self.cuts.mixing.counts.in_parts(recorded) if training and len(parts) > 1 else recorded
-                sink, backwards = self._gradients.sink, self._context.precision.backward
-                step = PipelineStep(schedule, run, parts, name, scales, sink, asks, backwards=backwards)
+                step = self._step_in_parts(call, recorder, parts, scales, cut, name, asks, repeated=repeated)
             if cut.turns is not None:
                 passes = partial(train, turns=cut.turns, asides=[recorder.elsewhere, self._context.precision.elsewhere])
             self._appended.snapshot()
@@ -196,6 +189,29 @@ class ScheduledStep:
             outcome = self._stages.outcome(partial(self._merge, step, batch, parts, recorder, cut), name)
             self._batches.apply(batch, outcome.batch)
             return outcome
+
+    def _step_in_parts(
+        self,
+        call: Callable[[Any], Any],
+        recorder: LogRecorder,
+        parts: list[Any],
+        scales: list[float],
+        cut: Cut,
+        name: str,
+        asks: Asks | None,
+        *,
+        repeated: bool,
+    ) -> PipelineStep:
+        """A step of which each part runs on all stages."""
+        training = bool(scales)
+        schedule = self._context.schedule(len(parts), forward_only=not training)
+        chunks = 1 if repeated else schedule.chunks
+        told = self._mesh.layout.pipeline > 1  # what the step writes into its batch
+        batches = self._batches if told or chunks > 1 or len(parts) > 1 else None
+        recorded = Recorded(call, recorder, parts, cut, self._writes, chunks, batches, self._weights)
+        run = self.cuts.mixing.counts.in_parts(recorded) if training and len(parts) > 1 else recorded
+        sink, backwards = self._gradients.sink, self._context.precision.backward
+        return PipelineStep(schedule, run, parts, name, scales, sink, asks, backwards=backwards)
 
     def _step_around(
         self,
