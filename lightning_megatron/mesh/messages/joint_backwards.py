@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh.autograd import graph_behind
-from lightning_megatron.mesh.messages.collectives import raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import Started, start_all_reduce
 
 
 class JointBackwards:
@@ -39,6 +39,7 @@ class JointBackwards:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._noted: list[Tensor] | None = None
+        self._told: Started | None = None
 
     def __deepcopy__(self, memo: Any) -> JointBackwards:
         return self
@@ -65,6 +66,8 @@ class JointBackwards:
     def further_roots(self, noted: Sequence[Tensor], nodes: Iterable[Any]) -> list[Tensor]:
         """Messages that another rank's backward comes to, and this one's does not; collective over the group.
 
+        A rank whose backward comes to all of them, as most do, says so and goes on.
+
         Args:
             noted: by the forward.
             nodes: of the graph, where this rank's backward begins.
@@ -78,8 +81,19 @@ class JointBackwards:
                 break
         here = torch.ones(len(noted), dtype=torch.int32)
         here[list(missing.values())] = 0
-        anywhere = raw_all_reduce(here.to(noted[0].device), self._group, maximum=True).tolist()
-        return [noted[place] for place in missing.values() if anywhere[place]]
+        self._hear()
+        anywhere, self._told = start_all_reduce(here.to(noted[0].device), self._group, keep=False, maximum=True)
+        if not missing:
+            return []
+        self._hear()
+        told = anywhere.tolist()
+        return [noted[place] for place in missing.values() if told[place]]
+
+    def _hear(self) -> None:
+        """Wait for what the ranks have told each other last."""
+        work, self._told = self._told, None
+        if work is not None:
+            work.wait()
 
     def joined(self, output: Any, noted: Sequence[Tensor]) -> Any:
         """``output`` of a step with a loss whose backward comes to all that others' do; collective over the group."""
