@@ -14,11 +14,10 @@ What says nothing of where it comes from is taken for the user's.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from typing import Any
-
-from lightning_megatron.mesh.parts.names import lies_in
 
 PACKAGE = "lightning_megatron"
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -44,14 +43,15 @@ def module_of(thing: Any) -> str:
             function that stands around another one and says so (``functools.wraps``) counts as that one, and a
             ``functools.partial`` as Python's.
     """
+    name = getattr(thing, "__module__", None)
+    if isinstance(name, str):  # of most things
+        return name
     if isinstance(thing, types.FrameType):
         thing = thing.f_globals
     if isinstance(thing, dict):
         name = thing.get("__name__")
     elif isinstance(thing, types.ModuleType):
         name = thing.__name__
-    else:
-        name = getattr(thing, "__module__", None)
     return name if isinstance(name, str) else ""
 
 
@@ -68,7 +68,13 @@ def comes_from(thing: Any, *names: str) -> bool:
         names: dotted, ``"torch"`` or ``"torch.nn.modules"``.
     """
     home = module_of(thing)
-    return any(lies_in(home, name) for name in names)
+    return home in names or home.startswith(_inside(names))
+
+
+@functools.cache
+def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
+    """How the names of their parts begin."""
+    return tuple(f"{name}." for name in names)
 
 
 def is_users(thing: Any, *libraries: str) -> bool:

@@ -114,9 +114,9 @@ class PipelineStep:
             gradients: of each; ``None`` for those behind which there are parameters alone.
         """
         reached = [(root, grad) for root, grad in zip(roots, gradients, strict=True) if grad is not None]
-        nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root, _ in reached]
-        further = run.further_roots(nodes)
-        reached += [(root, torch.zeros_like(root)) for root in further]
+        if run.joint is not None:
+            nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root, _ in reached]
+            reached += [(root, torch.zeros_like(root)) for root in run.further_roots(nodes)]
         if reached:
             with self.backwards():
                 torch.autograd.backward([root for root, _ in reached], [grad for _, grad in reached])
