@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
@@ -73,7 +73,11 @@ class Smallest(Flooded):
 
 
 class BySample(Flooded):
-    """Corners, each at a number of a sample, a token or a weight."""
+    """Corners, each at a number of a sample, a token or a weight; and a condition on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self(x)
@@ -82,6 +86,7 @@ class BySample(Flooded):
         if bool((y > -1).all()) and (y != -100).sum() > 0:
             rows = rows + F.relu(logits.mean((1, 2)) + 0.01)
         weights = self.head.weight.abs().mean() + self.head.bias.mean().clamp(min=0.01)
+        weights = weights + self.gate if self.gate < 0.5 else weights
         return rows.mean() + F.l1_loss(logits, torch.zeros_like(logits)) + 0.01 * weights
 
 

@@ -80,6 +80,11 @@ class Bends(TorchFunctionMode):
         self._nodes, self._compared, self._met = [], [], {}
         return super().__enter__()
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is not None:  # where a stage ends its run; the graph goes
+            self._nodes, self._compared = [], []
+
     def end(self, piece: int, output: Any) -> None:
         """After it: of what bends, that remains from which the loss was computed.
 
@@ -125,12 +130,13 @@ class Bends(TorchFunctionMode):
     def _note_compared(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
         """Note a comparison, but for those of counts with whole numbers, and of weights alone."""
         numbers = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
+        if all(isinstance(each, nn.Parameter) for each in numbers):
+            return
         with torch._C.DisableTorchFunction():
             values = [_number(tensor) for tensor in numbers]
             limits = [float(each) for each in args if isinstance(each, (int, float))]
             counts = all(value.is_integer() for value in (*values, *limits))
-            alone = all(isinstance(each, nn.Parameter) for each in numbers)
-            if any(each.requires_grad for each in numbers) or not (counts or alone):
+            if any(each.requires_grad for each in numbers) or not counts:
                 line = f"`{func.__name__.strip('_')}` in {line_of_user()}"
                 name = f"`training_step` decides something by a number of the batch ({line})"
                 self._compared.append((found, name, sum(values)))
@@ -148,4 +154,7 @@ class Bends(TorchFunctionMode):
 
 def _number(tensor: Tensor) -> float:
     """A number that is another for other entries, most likely."""
-    return float(tensor.detach().double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
+    if tensor.layout is not torch.strided:
+        return 0.0
+    tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
