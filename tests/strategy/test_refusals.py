@@ -43,7 +43,7 @@ ONE_STAGE = "`pipeline_parallel_size=1`"
         pytest.param("large_kept", ["depends on `net.layers.0`, which another pipeline stage owns"], marks=WIDE),
         pytest.param(
             "late_kept",
-            ["wrote to `net.layers.0` in a later `training_step` and not in the first", ONE_STAGE],
+            ["wrote to `net.layers.0` in a later `training_step", "and not in the first", ONE_STAGE],
             marks=WIDE,
         ),
         pytest.param(

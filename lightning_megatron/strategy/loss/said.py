@@ -18,6 +18,7 @@ from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.logs.step_logs import LogKey
 from lightning_megatron.strategy.loss.tables import Name, spelled
+from lightning_megatron.strategy.loss.trials.bends import DECIDES
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
 _OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
@@ -172,7 +173,8 @@ def warn_of_replicas(
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
-    if now.bends and now.fits and not (before.bends or now.stays or found.gathers):
+    corner = now.bends and not now.bends.startswith(DECIDES)  # decisions may be about what is kept, which is told apart
+    if corner and now.fits and not (before.bends or now.stays or found.gathers):
         rank_zero_warn(
             f"{now.bends}. Each of the {replicas} replicas has that number of its own samples, and the mean of their "
             "losses is trained, as under DDP, where one process has it of all. Gather what it is made of by "

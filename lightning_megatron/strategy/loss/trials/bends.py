@@ -35,6 +35,7 @@ _NAMES = (
     *("margin_ranking_loss", "max", "min"),
 )
 _COMPARISONS = ("__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "greater", "less", "greater_equal")
+DECIDES = "`training_step` decides something by a number of the batch"
 _MOST = 1 << 20  # entries of an argument that is compared between pieces
 
 
@@ -138,8 +139,7 @@ class Bends(TorchFunctionMode):
             counts = all(value.is_integer() for value in (*values, *limits))
             if any(each.requires_grad for each in numbers) or not counts:
                 line = f"`{func.__name__.strip('_')}` in {line_of_user()}"
-                name = f"`training_step` decides something by a number of the batch ({line})"
-                self._compared.append((found, name, sum(values)))
+                self._compared.append((found, f"{DECIDES} ({line})", sum(values)))
 
     def _note_decided(self, asked: Any) -> None:
         for found, name, value in self._compared:
