@@ -241,20 +241,16 @@ class AllSamples:
     def _runs(self, tried: Tried, whole: Any) -> bool:
         """Run the pass; whether it has to run anew."""
         context, stages, size = self._context, self._context.stages, batch_size_of(whole)
-        repeats = stages.repeats
-        several = repeats is not None and repeats.includes("training_step")
+        passes = context.passes
         step = PipelineStep(context.schedule(1, forward_only=True), tried, [whole], TRIAL)
         drawing, running = context.streams.before_step([Rows(0, size, size)]), stages.running(whole, 1, training=False)
         with drawing, running as executor:
-            if repeats is not None and several:
-                repeats.try_on(step, context.streams)
-            else:
-                executor.run(step)
+            executor.run(step) if passes is None else passes.try_on(step, context.streams)
         outcome = stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)
         stages.settle()
         again = isinstance(outcome.output, StartOver)
-        if repeats is not None and again:
-            repeats.note("training_step")
+        if stages.repeats is not None and again:
+            stages.repeats.note("training_step")
         return again
 
     def _alike(self, mine: dict[Name, Any], *, any_draws: bool) -> dict[Name, Any]:

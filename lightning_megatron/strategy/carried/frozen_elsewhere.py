@@ -33,6 +33,8 @@ class FrozenElsewhere:
     ) -> None:
         self._module, self._device, self._group = module, device, group
         self._presence, self._stage = presence, presence.stage
+        entries = presence.entries.values()
+        self._parameters = {entry.first: entry for entry in entries if isinstance(entry.twin, nn.Parameter)}
         self._asks: bool | None = None
 
     def share(self) -> None:
@@ -42,13 +44,11 @@ class FrozenElsewhere:
             self._asks = any(objects.gather(mentioned, self._group))
         if not self._asks:
             return
-        entries = self._presence.entries.values()
-        parameters = {entry.first: entry for entry in entries if isinstance(entry.twin, nn.Parameter)}
         own = type(self._module).named_parameters(self._module, remove_duplicate=False)
         places = self._presence.entries
         trained = {places[name].first for name, tensor in own if name in places and tensor.requires_grad}
-        flags = torch.tensor([int(name in trained) for name in parameters], device=self._device)
+        flags = torch.tensor([int(name in trained) for name in self._parameters], device=self._device)
         told = raw_all_reduce(flags, self._group, keep=False, maximum=True).tolist()
-        for entry, flag in zip(parameters.values(), told, strict=True):
+        for entry, flag in zip(self._parameters.values(), told, strict=True):
             if self._stage not in entry.stages and entry.twin.requires_grad != bool(flag):
                 entry.twin.requires_grad_(bool(flag))

@@ -186,9 +186,7 @@ class Cuts:
         cut.counts = counts.agreed(parts) and not cut.sums
         if counts.used and len(parts) > 1 and not cut.counts:  # another replica's batch is too small to be cut
             parts, cut = [batch], Cut([1.0 if cut.sums else sum(cut.weights)], cut.total)
-        repeats = self._stages.repeats
-        again = repeats is not None and repeats.includes("training_step")
-        if first and (cut.turns is not None or not again):  # else it stays whole
+        if first and (cut.turns is not None or self._context.passes is None):  # else it stays whole
             total = 1.0 if cut.sums else sum(cut.weights[:2])
             scales = [weight / total for weight in cut.weights[:2]]
             with counts.aside():

@@ -18,7 +18,6 @@ from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.strategy.logs.combining import Mean
 from lightning_megatron.strategy.logs.step_logs import LogKey
 from lightning_megatron.strategy.loss.tables import Name, spelled
-from lightning_megatron.strategy.loss.trials.bends import DECIDES
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 
 _OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
@@ -173,7 +172,7 @@ def warn_of_replicas(
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
-    corner = now.bends and not now.bends.startswith(DECIDES)  # decisions may be about what is kept, which is told apart
+    corner = now.bends is not None and not now.bends.decides  # decisions may be about what is kept, told apart below
     if corner and now.fits and not (before.bends or now.stays or found.gathers):
         rank_zero_warn(
             f"{now.bends}. Each of the {replicas} replicas has that number of its own samples, and the mean of their "
@@ -365,7 +364,7 @@ def _why_whole(found: Finding, now: Reading) -> str:
     if now.draws:
         return f"`training_step` draws {now.draws}, which its micro-batches would not draw as the whole does"
     if now.bends and now.fits:
-        return now.bends
+        return str(now.bends)
     if found.failed:
         return f"`training_step` does not run on two micro-batches by themselves ({found.failed})"
     whole, mean = found.numbers

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_megatron.strategy.logs.combining import Logged, fitting, likeliest
 from lightning_megatron.strategy.loss.counted import Counted
+from lightning_megatron.strategy.loss.trials.bends import Bend
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
 _EXACT = 1e-10
@@ -69,7 +70,7 @@ class Finding:
         gathers: whether the step itself gathers or reduces over the replicas.
         draws: what the step draws for every sample, and micro-batches would draw alike, or "".
         undecided: name of a value that only one part has changed in every trial, so that it may add up or not, or "".
-        bends: why the loss may bend at a number of the batch (:mod:`.trials.bends`), in words, or "".
+        bends: where the loss may bend at a number of the batch; ``None`` for nowhere.
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class Finding:
     gathers: bool = False
     draws: str = ""
     undecided: str = ""
-    bends: str = ""
+    bends: Bend | None = None
 
     def settle(self, writes: str, draws: str = "", undecided: str = "", *, exact: bool, weigh: Any = None) -> None:
         """Take over what all ranks have found.
@@ -130,7 +131,7 @@ class Finding:
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
             failed=next((one.failed for one in every if one.failed), ""),
             gathers=any(one.gathers for one in every),
-            bends=next((one.bends for one in every if one.bends), ""),
+            bends=next((one.bends for one in every if one.bends), None),
         )
 
 
@@ -243,7 +244,7 @@ class Reading:
     tried: bool = False
     draws: str = ""
     undecided: str = ""
-    bends: str = ""
+    bends: Bend | None = None
 
     def after(self, found: Finding) -> Reading:
         """The findings after a further trial."""

@@ -249,6 +249,12 @@ class StepContext:
     schedules: dict[tuple[int, bool], Schedule] = field(default_factory=dict)
     precision: StepPrecision = field(default_factory=StepPrecision)
 
+    @property
+    def passes(self) -> Repeats | None:
+        """Runs training steps that are known to call the layers more than once; ``None`` where they do not."""
+        repeats = self.stages.repeats
+        return repeats if repeats is not None and repeats.includes("training_step") else None
+
     def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         """The lowered schedule of a step of so many micro-batches."""
         key = (micro_batches, forward_only)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,6 @@ _NAMES = (
     *("margin_ranking_loss", "max", "min"),
 )
 _COMPARISONS = ("__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "greater", "less", "greater_equal")
-DECIDES = "`training_step` decides something by a number of the batch"
 _MOST = 1 << 20  # entries of an argument that is compared between pieces
 
 
@@ -49,9 +48,26 @@ _OF_TWO = _called(("max", "min"))
 _DECIDES = _called(("__bool__", "item", "__float__", "__int__"))
 
 
+class Bend(NamedTuple):
+    """A place at which a loss may bend at a number of the batch.
+
+    Attributes:
+        line: of the user's code.
+        decides: whether a comparison decides something there, which may be about what the step keeps instead.
+    """
+
+    line: str
+    decides: bool
+
+    def __str__(self) -> str:
+        if self.decides:
+            return f"`training_step` decides something by a number of the batch ({self.line})"
+        return f"the loss of `training_step` bends at a number of the batch ({self.line})"
+
+
 @dataclass
 class _Met:
-    """One kind of bend in a piece, by the line of the user's code."""
+    """One bend in a piece."""
 
     entries: int = 0
     values: list[float] = field(default_factory=list)
@@ -62,10 +78,10 @@ class Bends(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._nodes: list[tuple[Any, str, int, float]] = []
-        self._compared: list[tuple[Tensor, str, float]] = []
-        self._pieces: dict[int, dict[str, _Met]] = {}
-        self._met: dict[str, _Met] = {}
+        self._nodes: list[tuple[Any, Bend, int, float]] = []
+        self._compared: list[tuple[Tensor, Bend, float]] = []
+        self._pieces: dict[int, dict[Bend, _Met]] = {}
+        self._met: dict[Bend, _Met] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -96,37 +112,35 @@ class Bends(TorchFunctionMode):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             return
-        nodes = {id(node): (name, entries, value) for node, name, entries, value in self._nodes}
+        nodes = {node: (bend, entries, value) for node, bend, entries, value in self._nodes}
         for node in graph_behind([loss.grad_fn] if nodes else ()):
-            if id(node) in nodes:
-                name, entries, value = nodes[id(node)]
-                self._add(name, entries, value)
+            if node in nodes:
+                self._add(*nodes[node])
         self._pieces[piece], self._nodes, self._compared = self._met, [], []
 
-    def of_batch(self, both: int, parts: Sequence[int]) -> str:
-        """The first that the pieces have once together, and not each its own, in words; "" if there is none.
+    def of_batch(self, both: int, parts: Sequence[int]) -> Bend | None:
+        """The first that the pieces have once together, and not each its own; ``None`` if there is none.
 
         Args:
             both: number of a piece.
             parts: of those that it consists of.
         """
         if not all(piece in self._pieces for piece in (both, *parts)):
-            return ""
-        for name, met in self._pieces[both].items():
-            each = [self._pieces[part].get(name, _Met()) for part in parts]
+            return None
+        for bend, met in self._pieces[both].items():
+            each = [self._pieces[part].get(bend, _Met()) for part in parts]
             fewer = 0 < met.entries < sum(one.entries for one in each)
             if fewer and (any(one.values != met.values for one in each) or not any(met.values)):
-                return name  # numbers that are zero may be of few samples
-        return ""
+                return bend  # numbers that are zero may be of few samples
+        return None
 
     def _note(self, func: Any, found: Tensor, tensors: Sequence[Tensor]) -> None:
         if func in _OF_TWO and len(tensors) < 2:  # over entries
             return
         with torch._C.DisableTorchFunction():
             value = sum(_number(tensor) for tensor in tensors)
-        name = f"the loss of `training_step` bends at a number of the batch (`{func.__name__}` in {line_of_user()})"
         entries = max(tensor.numel() for tensor in (found, *tensors))
-        self._nodes.append((found.grad_fn, name, entries, value))
+        self._nodes.append((found.grad_fn, _here(func, decides=False), entries, value))
 
     def _note_compared(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
         """Note a comparison, but for those of counts with whole numbers, and of weights alone."""
@@ -138,18 +152,21 @@ class Bends(TorchFunctionMode):
             limits = [float(each) for each in args if isinstance(each, (int, float))]
             counts = all(value.is_integer() for value in (*values, *limits))
             if any(each.requires_grad for each in numbers) or not counts:
-                line = f"`{func.__name__.strip('_')}` in {line_of_user()}"
-                self._compared.append((found, f"{DECIDES} ({line})", sum(values)))
+                self._compared.append((found, _here(func, decides=True), sum(values)))
 
     def _note_decided(self, asked: Any) -> None:
-        for found, name, value in self._compared:
+        for found, bend, value in self._compared:
             if found is asked:
-                self._add(name, 1, value)
+                self._add(bend, 1, value)
 
-    def _add(self, name: str, entries: int, value: float) -> None:
-        met = self._met.setdefault(name, _Met())
+    def _add(self, bend: Bend, entries: int, value: float) -> None:
+        met = self._met.setdefault(bend, _Met())
         met.entries += entries
         met.values.append(value)
+
+
+def _here(func: Any, *, decides: bool) -> Bend:
+    return Bend(f"`{func.__name__.strip('_')}` in {line_of_user()}", decides)
 
 
 def _number(tensor: Tensor) -> float:

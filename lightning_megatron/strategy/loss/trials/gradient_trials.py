@@ -92,6 +92,7 @@ class GradientTrial:
         self.wrote: list[Name] = []
         self._left: Changes = {}  # by the step, up to its backward
         self._held: list[Contents] = []
+        self._runs_again = False
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -115,10 +116,11 @@ class GradientTrial:
             return self._step(call, piece, len(found))
 
         schedule, backwards = context.schedule(1, forward_only=False), context.precision.backward
-        running, passes = stages.running(pieces[-1], 1, training=False), stages.repeats
+        running, passes = stages.running(pieces[-1], 1, training=False), context.passes
+        self._runs_again = passes is None and schedule.chunks > 1
         with context.streams.trial(), context.gradients.without_hooks() as sink, running as executor:
             runs: Callable[[PipelineStep], None] = executor.run
-            if passes is not None and passes.includes("training_step"):
+            if passes is not None:
                 runs = partial(passes.train, undone=lambda **_: nullcontext(), streams=context.streams)
             sizes = [batch_size_of(piece) for piece in pieces]
             dealt = [*Deal().rows(sizes[:2]), *Deal().rows(sizes[2:])]
@@ -188,6 +190,9 @@ class GradientTrial:
     def _leave(self) -> None:
         """Note what a run has written, and leave what the one before has, whose graph may hold it."""
         now = self._traces.changes()
+        self._left |= now
+        if not self._runs_again:
+            return
         names = [name for name, (_, value) in now.items() if isinstance(value, Tensor)]
         written = [table.values[key] for table, key in self._traces.tables(names)]
         places = set(map(id, written))
@@ -196,7 +201,6 @@ class GradientTrial:
                 held.rewind()
         here = [each for each in self._context.module.buffers() if type(each) is Tensor and not each.is_meta]
         self._held = [Contents.of_tensor(each) for each in {id(each): each for each in (*here, *written)}.values()]
-        self._left |= now
 
     def _undo_backward(self) -> None:
         changes, left = self._traces.changes(), self._left

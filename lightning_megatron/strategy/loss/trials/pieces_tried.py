@@ -33,7 +33,7 @@ from lightning_megatron.strategy.loss.class_weights import class_weighted
 from lightning_megatron.strategy.loss.counted import candidates
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
-from lightning_megatron.strategy.loss.trials.bends import Bends
+from lightning_megatron.strategy.loss.trials.bends import Bend, Bends
 from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, find
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
@@ -276,9 +276,9 @@ class Tried:
         return found._replace(apart=found.apart or (line and f"{_ORDER} {line}"))
 
     @property
-    def bend(self) -> str:
-        """The place at which the loss bends at a number of the batch; "" for none."""
-        return next(filter(None, (self._bends.of_batch(*join) for join in self._pieces.joins.items())), "")
+    def bend(self) -> Bend | None:
+        """The place at which the loss bends at a number of the batch; ``None`` for none."""
+        return next(filter(None, (self._bends.of_batch(*join) for join in self._pieces.joins.items())), None)
 
     @property
     def draws_compiled(self) -> bool:

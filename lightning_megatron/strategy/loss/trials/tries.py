@@ -38,7 +38,7 @@ from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT
 from lightning_megatron.strategy.generation.middle import Exchanged, Middle
-from lightning_megatron.strategy.generation.repeats import Repeats, StartOver
+from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.hooks.phases import Phases
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss import said
@@ -244,7 +244,7 @@ class LossTrials:
         call = self._context.experts.ending(call) if self._stages.repeats is None else call
         sees = None if self.replicas is None else SeesGroup(self.replicas.group)
         traces = Traces(self._module, beside=True)
-        watched, passes = self._streams.of_batch, self._passes()
+        watched, passes = self._streams.of_batch, self._context.passes
         middle = None if passes is None else Middle(self._module, traces, passes.follower, sees)
         kept = NOTHING_KEPT if self.replicas is None else self.replicas.kept_of(joins, of)
         draws = SameDraws(joins.joins, self._streams.is_foreign, watched.others)
@@ -324,11 +324,6 @@ class LossTrials:
             self.replicas.learn_kept([one.kept for one in told], usual)
         if middle is not None:
             self.exchanged = self.exchanged.joined(middle)
-
-    def _passes(self) -> Repeats | None:
-        """Runner of steps that call the layers more than once, if they do."""
-        repeats = self._stages.repeats
-        return repeats if repeats is not None and repeats.includes("training_step") else None
 
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
