@@ -29,9 +29,23 @@ def line_of_user(frame: FrameType | None = None) -> str:
     Args:
         frame: where to look from; the caller's by default.
     """
+    return line_of_frame(frame_of_user(frame or sys._getframe(1)))
+
+
+def frame_of_user(frame: FrameType | None = None) -> FrameType:
+    """The innermost frame of the user's code that runs.
+
+    Args:
+        frame: where to look from; the caller's by default.
+    """
     frame = frame or sys._getframe(1)
     while frame.f_back is not None and not is_users(frame, *_BETWEEN):
         frame = frame.f_back
+    return frame
+
+
+def line_of_frame(frame: FrameType) -> str:
+    """The line that a frame is at, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -67,8 +67,12 @@ class Task(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    def samples(self) -> TensorDataset:
+        """Of an epoch."""
+        return TensorDataset(*tokens(BATCH * STEPS, padded_from=self.padded_from))
+
     def train_dataloader(self) -> DataLoader[Any]:
-        samples = TensorDataset(*tokens(BATCH * STEPS, padded_from=self.padded_from))
+        samples = self.samples()
         options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
         own = BATCH // options["num_replicas"]
         chosen = [at for at in range(len(samples)) if at % BATCH // own == options["rank"]]

@@ -14,11 +14,12 @@ from typing import Any
 def definition_of(method: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The ``def`` of a function or method, not to be changed; None where there is no source, and for a ``lambda``."""
     code = getattr(inspect.unwrap(method), "__code__", None)
-    return None if code is None else _definition(code)
+    return None if code is None else definition_in(code)
 
 
 @functools.lru_cache(maxsize=4096)
-def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def definition_in(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The same, of the code of a function."""
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     except (OSError, TypeError, SyntaxError):

@@ -13,7 +13,8 @@ from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 
 IGNORED = (-100, -1, 0)  # torch's `ignore_index`, another usual one, and what most tokenizers pad with
 _WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
-_MOST = 36  # candidates
+_MOST = 48  # candidates
+_CONSTANTS = 3  # of a step, that are tried as well
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,25 @@ class Counted:
         return f"{which} of tensor {self.place} of the batch {what}"
 
 
-def candidates(*batches: Any) -> list[Counted]:
+def candidates(*batches: Any, constants: Collection[int] = ()) -> list[Counted]:
     """Possible weights, present in all of some batches: tensors of integers, and of weights, one row per sample.
 
     A list of one tensor per sample has as many tensors as samples, so a place that one batch has another may lack.
+
+    Args:
+        batches: one or more.
+        constants: what else may be ignored.
     """
-    first, *others = (_countable(batch) for batch in batches)
+    marks = (*IGNORED, *sorted(set(constants).difference(IGNORED))[:_CONSTANTS])
+    first, *others = (_countable(batch, marks) for batch in batches)
     return [way for way in first if all(way in ways for ways in others)][:_MOST]
 
 
-def _countable(batch: Any) -> list[Counted]:
+def _countable(batch: Any, marks: Sequence[int]) -> list[Counted]:
     found = []
     for place, tensor in integers_of(batch):
         shifts = (False, True) if tensor.ndim == 2 and tensor.shape[1] > 1 else (False,)
-        found += [Counted(place, shifted, ignored) for ignored in IGNORED for shifted in shifts]
+        found += [Counted(place, shifted, ignored) for ignored in marks for shifted in shifts]
     for place, tensor in _by_sample(batch):
         if tensor.is_floating_point() and tensor.ndim <= _WEIGHTS and bool((tensor >= 0).all()):
             found += [Counted(place, shifted, None) for shifted in ((False, True) if tensor.ndim > 1 else (False,))]

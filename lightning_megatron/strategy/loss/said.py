@@ -172,8 +172,8 @@ def warn_of_replicas(
         what = "a sum" if now.way == "sum" else f"a mean over {now.way}"
         how = "added up" if now.way == "sum" else "weighted by their number of these"
         rank_zero_info(f"the loss of `training_step` is {what}: those of the {replicas} replicas are {how}.")
-    corner = now.bends is not None and not now.bends.decides  # decisions may be about what is kept, told apart below
-    if corner and now.fits and not (before.bends or now.stays or found.gathers):
+    bends = now.bends is not None and now.bends.kind != "decision"  # which may be about what is kept, told apart below
+    if bends and now.fits and not (before.bends or now.stays or found.gathers):
         rank_zero_warn(
             f"{now.bends}. Each of the {replicas} replicas has that number of its own samples, and the mean of their "
             "losses is trained, as under DDP, where one process has it of all. Gather what it is made of by "

@@ -17,35 +17,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.autograd import graph_behind
-from lightning_megatron.mesh.torch_functions import line_of_user
+from lightning_megatron.mesh.torch_functions import frame_of_user, line_of_user
+from lightning_megatron.strategy.loss.trials.counting import (
+    DECIDES,
+    ORDERS,
+    Asked,
+    Counting,
+    functions_called,
+    number_of,
+    only_refuses,
+)
 
-_NAMES = (
+_BEND = functions_called(
     *("abs", "absolute", "abs_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max"),
     *("clamp_max_", "relu", "relu_", "maximum", "minimum", "fmax", "fmin", "where", "masked_fill", "masked_fill_"),
     *("leaky_relu", "leaky_relu_", "threshold", "threshold_", "hardtanh", "relu6", "elu", "selu", "celu", "hardshrink"),
     *("hardswish", "hardsigmoid", "softshrink", "l1_loss", "smooth_l1_loss", "huber_loss", "hinge_embedding_loss"),
     *("margin_ranking_loss", "max", "min"),
 )
-_COMPARISONS = ("__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "greater", "less", "greater_equal")
-_MOST = 1 << 20  # entries of an argument that is compared between pieces
-
-
-def _called(names: Sequence[str]) -> frozenset[Any]:
-    found = (getattr(owner, name, None) for owner in (torch, Tensor, F) for name in names)
-    return frozenset(function for function in found if function is not None)
-
-
-_BEND, _COMPARE = _called(_NAMES), _called(_COMPARISONS)
-_OF_TWO = _called(("max", "min"))
-_DECIDES = _called(("__bool__", "item", "__float__", "__int__"))
+_OF_TWO = functions_called("max", "min")
+_SAID = {
+    "corner": "the loss of `training_step` bends at a number of the batch",
+    "decision": "`training_step` decides something by a number of the batch",
+    "count": "the loss of `training_step` counts what it finds in the batch by comparing numbers",
+}
 
 
 class Bend(NamedTuple):
@@ -53,16 +55,14 @@ class Bend(NamedTuple):
 
     Attributes:
         line: of the user's code.
-        decides: whether a comparison decides something there, which may be about what the step keeps instead.
+        kind: a corner; a decision, which may be about what the step keeps instead; or a count.
     """
 
     line: str
-    decides: bool
+    kind: Literal["corner", "decision", "count"]
 
     def __str__(self) -> str:
-        if self.decides:
-            return f"`training_step` decides something by a number of the batch ({self.line})"
-        return f"the loss of `training_step` bends at a number of the batch ({self.line})"
+        return f"{_SAID[self.kind]} ({self.line})"
 
 
 @dataclass
@@ -74,33 +74,47 @@ class _Met:
 
 
 class Bends(TorchFunctionMode):
-    """Notes those that a step meets in a piece of a batch; around its run."""
+    """Notes those that a step meets in a piece of a batch; around its run.
 
-    def __init__(self) -> None:
+    Args:
+        module: the user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._nodes: list[tuple[Any, Bend, int, float]] = []
         self._compared: list[tuple[Tensor, Bend, float]] = []
         self._pieces: dict[int, dict[Bend, _Met]] = {}
         self._met: dict[Bend, _Met] = {}
+        self._counting = Counting(module, self._note_decision)
+
+    @property
+    def constants(self) -> set[int]:
+        """Integers that the step compares those of a batch with, in all pieces so far."""
+        return self._counting.constants
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
         if func in _BEND and isinstance(found, Tensor) and found.grad_fn is not None:
-            self._note(func, found, [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)])
-        elif func in _COMPARE and isinstance(found, Tensor) and found.numel() == 1:
+            self._note(func, found, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
+        elif func in ORDERS and isinstance(found, Tensor) and found.numel() == 1:
             self._note_compared(func, found, args)
-        elif func in _DECIDES and self._compared:
+        elif func in DECIDES and self._compared:
             self._note_decided(args[0])
-        return found
+        with torch._C.DisableTorchFunction():
+            return self._counting.note(func, found, args, kwargs)
 
     def __enter__(self) -> Any:
         self._nodes, self._compared, self._met = [], [], {}
+        self._counting.begin()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is not None:  # where a stage ends its run; the graph goes
             self._nodes, self._compared = [], []
+            self._counting.end()
 
     def end(self, piece: int, output: Any) -> None:
         """After it: of what bends, that remains from which the loss was computed.
@@ -112,11 +126,16 @@ class Bends(TorchFunctionMode):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             return
-        nodes = {node: (bend, entries, value) for node, bend, entries, value in self._nodes}
+        nodes: dict[Any, list[tuple[Bend, int, float]]] = {}
+        for node, bend, entries, value in self._nodes:
+            nodes.setdefault(node, []).append((bend, entries, value))
+        for node, asked in self._counting.nodes:
+            nodes.setdefault(node, []).append((Bend(asked.line, "count"), asked.entries, asked.value))
         for node in graph_behind([loss.grad_fn] if nodes else ()):
-            if node in nodes:
-                self._add(*nodes[node])
+            for each in nodes.get(node, ()):
+                self._add(*each)
         self._pieces[piece], self._nodes, self._compared = self._met, [], []
+        self._counting.end()
 
     def of_batch(self, both: int, parts: Sequence[int]) -> Bend | None:
         """The first that the pieces have once together, and not each its own; ``None`` if there is none.
@@ -138,9 +157,9 @@ class Bends(TorchFunctionMode):
         if func in _OF_TWO and len(tensors) < 2:  # over entries
             return
         with torch._C.DisableTorchFunction():
-            value = sum(_number(tensor) for tensor in tensors)
+            value = sum(number_of(tensor) for tensor in tensors)
         entries = max(tensor.numel() for tensor in (found, *tensors))
-        self._nodes.append((found.grad_fn, _here(func, decides=False), entries, value))
+        self._nodes.append((found.grad_fn, _here(func, "corner"), entries, value))
 
     def _note_compared(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
         """Note a comparison, but for those of counts with whole numbers, and of weights alone."""
@@ -148,16 +167,19 @@ class Bends(TorchFunctionMode):
         if all(isinstance(each, nn.Parameter) for each in numbers):
             return
         with torch._C.DisableTorchFunction():
-            values = [_number(tensor) for tensor in numbers]
+            values = [number_of(tensor) for tensor in numbers]
             limits = [float(each) for each in args if isinstance(each, (int, float))]
             counts = all(value.is_integer() for value in (*values, *limits))
             if any(each.requires_grad for each in numbers) or not counts:
-                self._compared.append((found, _here(func, decides=True), sum(values)))
+                self._compared.append((found, _here(func, "decision"), sum(values)))
 
     def _note_decided(self, asked: Any) -> None:
         for found, bend, value in self._compared:
-            if found is asked:
+            if found is asked and not only_refuses(frame_of_user()):
                 self._add(bend, 1, value)
+
+    def _note_decision(self, asked: Asked) -> None:
+        self._add(Bend(asked.line, "decision"), asked.entries, asked.value)
 
     def _add(self, bend: Bend, entries: int, value: float) -> None:
         met = self._met.setdefault(bend, _Met())
@@ -165,13 +187,5 @@ class Bends(TorchFunctionMode):
         met.values.append(value)
 
 
-def _here(func: Any, *, decides: bool) -> Bend:
-    return Bend(f"`{func.__name__.strip('_')}` in {line_of_user()}", decides)
-
-
-def _number(tensor: Tensor) -> float:
-    """A number that is another for other entries, most likely."""
-    if tensor.layout is not torch.strided:
-        return 0.0
-    tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
+def _here(func: Any, kind: Literal["corner", "decision"]) -> Bend:
+    return Bend(f"`{func.__name__.strip('_')}` in {line_of_user()}", kind)

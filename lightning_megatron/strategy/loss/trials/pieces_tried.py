@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -133,16 +133,18 @@ class Joins:
             found[both] = found[places[0]]._replace(size=sizes[both])
         return [found[place] for place in range(len(sizes))]
 
-    def finding(self, runs: Sequence[TrialRun]) -> Finding:
+    def finding(self, runs: Sequence[TrialRun], constants: Collection[int] = ()) -> Finding:
         """How the loss and the logs of pieces at once come of those of each.
 
         Args:
             runs: of all pieces.
+            constants: that the step compares integers with, which it may ignore.
         """
         findings = []
         for both, pair in self.joins.items():
             parts = [self.pieces[index] for index in pair]
-            ways = (*candidates(self.pieces[both], *parts), *class_weighted(self._classes, self.pieces[both]))
+            counted = candidates(self.pieces[both], *parts, constants=constants)
+            ways = (*counted, *class_weighted(self._classes, self.pieces[both]))
             counts = {way: [way(part) for part in parts] for way in ways}
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
@@ -186,7 +188,7 @@ class Tried:
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = draws or SameDraws(joins.joins), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
-        self._metrics, self._bends = MetricStates(traces.module), Bends()
+        self._metrics, self._bends = MetricStates(traces.module), Bends(traces.module)
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self.recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
@@ -281,6 +283,11 @@ class Tried:
         return next(filter(None, (self._bends.of_batch(*join) for join in self._pieces.joins.items())), None)
 
     @property
+    def constants(self) -> Collection[int]:
+        """Integers with which the step compares others."""
+        return self._bends.constants
+
+    @property
     def draws_compiled(self) -> bool:
         """Whether compiled code may draw for a batch, in layers too."""
         return bool(self.draws.of_batch) and has_compiled(self.traces.module)
@@ -289,7 +296,8 @@ class Tried:
         """Weights of the parts of a join, in the ways in which a mean of theirs may be weighed."""
         pieces = self._pieces.pieces
         parts = [pieces[index] for index in self._pieces.joins[both]]
-        counts = {way: [float(way(part)) for part in parts] for way in candidates(pieces[both], *parts)}
+        ways = candidates(pieces[both], *parts, constants=self.constants)
+        counts = {way: [float(way(part)) for part in parts] for way in ways}
         sizes = [float(batch_size_of(part)) for part in parts]
         return {"sizes": sizes, **{way: each for way, each in counts.items() if all(each)}}
 

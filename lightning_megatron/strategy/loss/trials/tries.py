@@ -365,7 +365,7 @@ class LossTrials:
             TrialRun(float(loss.detach()), narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
             for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
-        found = replace(joins.finding(runs), failed=tried.failed, gathers=gathers, bends=tried.bend)
+        found = replace(joins.finding(runs, tried.constants), failed=tried.failed, gathers=gathers, bends=tried.bend)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)

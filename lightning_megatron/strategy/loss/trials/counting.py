@@ -1,0 +1,216 @@
+"""Counts that a loss is divided by, or a choice of samples that it is a mean of, made by comparing floats.
+
+They are as many for all samples of the batches that are tried, most likely, and fewer in a later one::
+
+    keep = ~torch.isnan(x).any(1)                    the rows without a gap
+    F.cross_entropy(z[keep], y[keep])                a mean over as many as there are
+
+    right = each < 4.0                               what is no outlier
+    (each * right).sum() / right.sum()
+
+So they are looked for: what is computed of the result of a comparison alone is followed. Where it meets what has a
+gradient, it matters how many numbers it was left with: those of samples add up, and a count of them does not::
+
+    each * right          3 samples   2 samples   at once 5      by sample
+    ... / right.sum()     1           1           1              of the batch
+
+Of integers it matters what they are compared with: one process may count those that are something else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_megatron.mesh.parts.packages import is_users
+from lightning_megatron.mesh.torch_functions import METADATA, frame_of_user, line_of_frame
+from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt, only_refuses
+
+_ORDERS = ("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal")
+_EQUAL = ("eq", "ne", "not_equal", "__eq__", "__ne__")
+_FINITE = ("isnan", "isinf", "isfinite", "isposinf", "isneginf")
+_IGNORES = 4  # place of `ignore_index` among the arguments of torch's losses
+
+
+def functions_called(*names: str) -> frozenset[Any]:
+    """Torch's functions and methods of these names."""
+    found = (getattr(owner, name, None) for owner in (torch, Tensor, F) for name in names)
+    return frozenset(function for function in found if function is not None)
+
+
+ORDERS = functions_called(*_ORDERS, *(f"__{name}__" for name in ("gt", "lt", "ge", "le")))
+"""Comparisons of more and less."""
+
+DECIDES = functions_called("__bool__", "item", "__float__", "__int__")
+"""What takes a number out of a tensor."""
+
+_COMPARISONS = ORDERS | functions_called(*_EQUAL, *_FINITE, "isclose")
+_SAME = functions_called(*_EQUAL)
+_CHOOSE = functions_called("__getitem__", "masked_select", "nonzero", "argwhere")
+_WHERE = functions_called("where")
+_MEANS = functions_called("nanmean", "nanmedian")
+_ITEM = functions_called("item")
+_LOSSES = functions_called("cross_entropy", "nll_loss")
+
+
+class Asked(NamedTuple):
+    """What was computed of the result of a comparison alone.
+
+    Attributes:
+        line: of the comparison.
+        entries: the fewest numbers that it was left with.
+        value: a number of what was compared.
+    """
+
+    line: str
+    entries: int
+    value: float
+
+
+class Counting:
+    """Follows them through a step's run on a piece of a batch.
+
+    Args:
+        module: the user's, whose own tensors are no numbers of a batch.
+        decide: takes what the step's Python has decided something by.
+
+    Attributes:
+        nodes: of the graph, in which they met what has a gradient.
+        constants: that integers were compared with.
+    """
+
+    def __init__(self, module: nn.Module, decide: Callable[[Asked], None]) -> None:
+        self._module, self._decide, self._open = module, decide, False
+        self._own: set[int] = set()
+        self.nodes: list[tuple[Any, Asked]] = []
+        self.constants: set[int] = set()
+        self._asked = WeakTensorKeyDictionary()
+
+    def begin(self) -> None:
+        """Before a run."""
+        self._own.clear()
+        self.nodes, self._open, self._asked = [], True, WeakTensorKeyDictionary()
+
+    def end(self) -> None:
+        """After it."""
+        self.nodes, self._open, self._asked = [], False, WeakTensorKeyDictionary()
+
+    def note(self, func: Any, found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take note of a call of one of torch's functions; returns what it has found, or a number that is followed."""
+        if func in METADATA:
+            return found
+        given = [*args, *kwargs.values()]
+        if func in _SAME or func in _LOSSES:
+            self._note_constant(func, args, kwargs)
+        if func in _COMPARISONS and self._compares(found, given):
+            self._asked[found] = Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))) + 1.0)
+            return found
+        if func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
+            self.nodes.append((found.grad_fn, Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))))))
+        asked = min(self._known(given), key=lambda each: each.entries, default=None)
+        if func in DECIDES and isinstance(args[0], Tensor):
+            return self._take(func, found, args[0], asked)
+        if asked is not None:
+            entries = 1 if self._chooses(func, args) else asked.entries
+            self._follow(asked._replace(entries=entries), args[0] if found is None else found)
+        return found
+
+    def compared(self, number: Taken, other: Any, name: str) -> None:
+        """Take note of a comparison of a number that was taken out of a tensor, in Python."""
+        frame = sys._getframe(3)
+        whole = number.as_float.is_integer() and isinstance(other, (int, float)) and float(other).is_integer()
+        if self._open and (number.graded or not whole) and is_users(frame) and not only_refuses(frame):
+            self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float))
+
+    def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
+        if isinstance(found, bool):
+            if asked is not None and not only_refuses(frame_of_user()):
+                self._decide(asked)
+            return found
+        if func not in _ITEM or self._is_own(tensor):
+            return found
+        kind = {float: TakenFloat, int: TakenInt}.get(type(found))
+        return found if kind is None else kind(found).by(self.compared, asked, graded=tensor.requires_grad)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether the module has it."""
+        if not self._own:
+            for child in self._module.modules():
+                tables = child._parameters, child._buffers, vars(child)
+                self._own |= {id(value) for table in tables for value in table.values() if isinstance(value, Tensor)}
+        return id(tensor) in self._own
+
+    def _follow(self, asked: Asked, found: Any) -> None:
+        for tensor in tensors_among([found]):
+            if tensor.grad_fn is not None:
+                self.nodes.append((tensor.grad_fn, asked))
+            else:
+                self._asked[tensor] = asked._replace(entries=min(asked.entries, tensor.numel()))
+
+    def _known(self, given: Sequence[Any]) -> Iterator[Asked]:
+        for each in _among(given):
+            asked = self._asked.get(each) if isinstance(each, Tensor) else each.asked
+            if asked is not None:
+                yield asked
+
+    def _chooses(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether it takes as many entries as there are of a kind."""
+        if func in _WHERE:
+            return len(args) == 1
+        chosen = args if len(args) == 1 else args[1:]
+        return func in _CHOOSE and any(
+            each.dtype == torch.bool and each in self._asked for each in tensors_among(chosen)
+        )
+
+    @staticmethod
+    def _compares(found: Any, given: Sequence[Any]) -> bool:
+        floats = _floats(given)
+        samples = isinstance(found, Tensor) and found.dtype == torch.bool and found.ndim > 0
+        return samples and bool(floats) and not all(isinstance(each, nn.Parameter) for each in floats)
+
+    def _note_constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in _LOSSES:
+            found = kwargs.get("ignore_index", args[_IGNORES] if len(args) > _IGNORES else None)
+        else:
+            integers = [each for each in args if isinstance(each, Tensor) and not each.is_floating_point()]
+            found = next((each for each in args if type(each) is int), None) if integers else None
+        if type(found) is int:
+            self.constants.add(found)
+
+
+def number_of(tensor: Tensor) -> float:
+    """A number that is another for other entries, most likely."""
+    if tensor.layout is not torch.strided:
+        return 0.0
+    tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
+
+
+_MOST = 1 << 20  # entries that are added up
+
+
+def tensors_among(values: Any) -> Iterator[Tensor]:
+    """Tensors among arguments, and in their lists."""
+    return (each for each in _among(values) if isinstance(each, Tensor))
+
+
+def _among(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (Tensor, Taken)):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _among(value)
+
+
+def _floats(given: Sequence[Any]) -> list[Tensor]:
+    return [each for each in tensors_among(given) if each.is_floating_point()]
+
+
+def _here(func: Any) -> str:
+    return f"`{func.__name__.strip('_')}` in {line_of_frame(frame_of_user())}"

@@ -1,0 +1,133 @@
+"""Numbers that a step takes out of tensors, in trials: it may decide by them, in Python, what its loss is.
+
+::
+
+    if loss.item() > 3:                     a decision by a number of the batch
+    loss = each.sum() / keep.sum().item()   a count by which the loss is divided
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, Self
+
+from lightning_megatron.pipeline.cut.syntax import definition_in
+
+_SAYS = frozenset({"print", "warn", "debug", "info", "warning", "error", "log"})
+
+
+class Taken:
+    """A number that a step has taken out of a tensor; what is computed of it is followed as well."""
+
+    _heard: Callable[[Taken, Any, str], None] | None = None
+    asked: Any = None
+    graded = False
+
+    def by(self, heard: Callable[[Taken, Any, str], None] | None, asked: Any, *, graded: bool = False) -> Self:
+        """Say what it is.
+
+        Args:
+            heard: is told of its comparisons.
+            asked: what was computed of the result of a comparison, and led to it; ``None`` for nothing.
+            graded: whether it is one of the batch, whatever it is.
+        """
+        self._heard, self.asked, self.graded = heard, asked, graded
+        return self
+
+    @property
+    def as_float(self) -> float:
+        """The number alone."""
+        return float(self)  # type: ignore[arg-type]
+
+    def compared(self, other: Any, name: str) -> None:
+        """Say that it is compared; called by the comparison."""
+        if self._heard is not None:
+            self._heard(self, other, name)
+
+    def computed(self, found: Any, other: Any) -> Any:
+        """What is computed of it and of another number."""
+        asked, graded = self.asked, self.graded
+        if isinstance(other, Taken):
+            asked, graded = asked or other.asked, graded or other.graded
+        if isinstance(found, float):
+            return TakenFloat(found).by(self._heard, asked, graded=graded)
+        return TakenInt(found).by(self._heard, asked, graded=graded) if isinstance(found, int) else found
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(2)[1][0]
+
+
+class TakenFloat(Taken, float):
+    """See :class:`Taken`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (float(self),)
+
+
+class TakenInt(Taken, int):
+    """See :class:`Taken`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return int, (int(self),)
+
+
+def _computing(kind: type, name: str) -> Callable[..., Any]:
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *others: Any) -> Any:
+        found = original(self, *others)
+        return found if found is NotImplemented else self.computed(found, others[0] if others else None)
+
+    return method
+
+
+def _comparing(kind: type, name: str) -> Callable[..., Any]:
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def method(self: Any, other: Any) -> Any:
+        found = original(self, other)
+        if found is not NotImplemented:
+            self.compared(other, name.strip("_"))
+        return found
+
+    return method
+
+
+for _kind, _plain in ((TakenFloat, float), (TakenInt, int)):
+    for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+        setattr(_kind, f"__{_name}__", _computing(_plain, f"__{_name}__"))
+    for _name in ("lt", "le", "gt", "ge"):
+        setattr(_kind, f"__{_name}__", _comparing(_plain, f"__{_name}__"))
+
+
+def only_refuses(frame: FrameType) -> bool:
+    """Whether the line that a frame is at decides no more than whether to go on, or to say something."""
+    statement = _statement(frame.f_code, frame.f_lineno)
+    if isinstance(statement, ast.If):
+        return not statement.orelse and all(map(_ends_or_says, statement.body))
+    return isinstance(statement, ast.Assert)
+
+
+@functools.lru_cache(maxsize=1024)
+def _statement(code: CodeType, line: int) -> ast.stmt | None:
+    """The innermost condition of a function's code at a line; ``None`` where there is none."""
+    definition, found = definition_in(code), None
+    for node in () if definition is None else ast.walk(definition):
+        if isinstance(node, (ast.If, ast.Assert)):
+            last = node.test.end_lineno or node.lineno
+            if node.lineno <= line - code.co_firstlineno + 1 <= last:
+                found = node
+    return found
+
+
+def _ends_or_says(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called = statement.value.func
+        return (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in _SAYS
+    nothing = isinstance(statement, ast.Return) and getattr(statement.value, "value", None) is None
+    return isinstance(statement, (ast.Raise, ast.Pass)) or nothing

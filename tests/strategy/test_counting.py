@@ -1,0 +1,186 @@
+"""Losses that count samples by comparing floats, of which all samples of the first batch are of one kind."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trained_state
+from tests.strategy.loss_modules import BATCH, STEPS, Task, tokens
+
+WIDE = pytest.mark.wide
+
+
+class Gaps(Task):
+    """Samples have a number each, which some of the later batches lack; these are left out."""
+
+    def samples(self) -> TensorDataset:
+        numbers = torch.linspace(0.1, 0.9, BATCH * STEPS, dtype=torch.float64)
+        numbers[torch.tensor([BATCH + 1, 2 * BATCH + 6])] = torch.nan
+        return TensorDataset(*tokens(BATCH * STEPS, padded_from=BATCH * STEPS), numbers)
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        keep = ~torch.isnan(numbers)
+        return F.cross_entropy(self(x)[keep].flatten(0, 1), y[keep].flatten())
+
+
+class FewerTokens(Gaps):
+    """The samples are left out before the layers."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        if torch.isnan(numbers).any():
+            x, y = x[~numbers.isnan()], y[~numbers.isnan()]
+        return self.each(x, y)
+
+
+class Outliers(Gaps):
+    """What lies above a limit does not count."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
+        weights = (numbers < 0.5).double()
+        return (each * weights).sum() / weights.sum().clamp(min=1)
+
+
+class DividedInPython(Gaps):
+    """By a number of Python's."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
+        number = numbers.isfinite().sum().item()
+        return each.masked_fill(numbers.isnan(), 0).sum() / max(number, 1)
+
+
+class NanMean(Gaps):
+    """By torch's own mean."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
+        return (each + 0 * numbers).nanmean()
+
+
+class Decided(Task):
+    """By the loss, as a number of Python's."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        return loss if loss.item() + 1 > 3.75 else 0.5 * loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class ByAccuracy(Decided):
+    """By how many are right, in Python."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self(x)
+        right = (logits.argmax(-1) == y).sum().item() / y.numel()
+        return (1.0 if right > 0.12 else 0.5) * F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class Ignores(Task):
+    """A word in the middle of the vocabulary, which the first batch lacks."""
+
+    def samples(self) -> TensorDataset:
+        x, y = tokens(BATCH * STEPS, padded_from=BATCH * STEPS)
+        y[y == 7] = 8
+        y[BATCH + 1, 1:] = y[2 * BATCH + 6, 2:] = 7
+        return TensorDataset(x, y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, ignore_index=7)
+
+
+class Masks(Ignores):
+    """The same by hand."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        each, mask = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none"), y != 7
+        return (each * mask).sum() / mask.sum()
+
+
+class BySample(Gaps):
+    """Comparisons that choose among a sample's own numbers, or are for the log alone, or stop the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+        self.register_buffer("limit", torch.tensor(0.25))
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        logits = self(x)
+        each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
+        positive = (logits > 0).double()
+        pooled = (logits * positive).sum(1) / positive.sum(1).clamp(min=1)
+        each = torch.where(numbers > 0.5, 2 * each.mean(1), each.mean(1))
+        margin = (pooled.mean(1) > 0.3) * pooled.mean(1)
+        rows = torch.cat([row[None] if row.item() > 2.8 else 0.9 * row[None] for row in each])
+        loss = rows.mean() + margin.mean()
+        assert not torch.isnan(logits).any()
+        if loss.item() > 1e3:
+            raise ValueError("the loss is too large")
+        if not torch.isfinite(each).all():
+            print("a number is none")
+        if self.limit.item() > 0.2:
+            loss = loss + 0.1 * pooled.square().mean()
+        self.log("positive", positive.mean().item())
+        self.log("large", (logits.detach() > 0.1).double().mean())
+        return loss
+
+
+GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean)
+KINDS = {kind.__name__: kind for kind in (*GAPS, Decided, ByAccuracy, Ignores, Masks, BySample)}
+EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
+
+
+def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after some epochs."""
+    return trained_state(
+        info, layout, arguments, KINDS[kind](), max_epochs=6 if kind in ("Decided", "ByAccuracy") else 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "arguments"),
+    [
+        pytest.param(kind, layout, arguments, marks=() if (kind, at) in EVERY else WIDE)
+        for kind in KINDS
+        if kind != "FewerTokens"
+        for at, (layout, arguments) in enumerate(
+            [
+                ((2, 1), {}),
+                ((1, 1), {"micro_batch_size": 2}),
+                ((2, 1), {"pipeline_schedule": "zb-v"}),
+                ((2, 1), {"pipeline_schedule": "interleaved"}),
+            ]
+        )
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    expected = one_process(train, None, kind, {})
+    first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+    said = re.sub(r"\s+", " ", first.output)
+    whole = "by comparing numbers" in said or "decides something" in said
+    assert whole == (kind not in ("Ignores", "Masks", "BySample")), said
+    assert ("that are not 7" in said) == (kind in ("Ignores", "Masks")), said
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_samples_that_are_left_out_before_the_layers_are_named(pipeline: int) -> None:
+    expected = one_process(train, None, "FewerTokens", {})
+    arguments = {"micro_batch_size": 2} if pipeline == 1 else {}
+    outcomes = run_trainers(train, (pipeline, 1), "FewerTokens", arguments, devices=pipeline, check=pipeline == 1)
+    if pipeline == 1:
+        assert not list(differences("weights", outcomes[0].value, expected, 1e-9)), outcomes[0].output
+    else:
+        assert any("for a batch of 8 samples and (1, 6, 8) for 2 of them" in str(one.error) for one in outcomes)
