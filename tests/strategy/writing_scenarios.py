@@ -160,7 +160,7 @@ class Writes(TokenTask):
             self.level = min(2 * self.level, 16) if self.seen == 2 else self.level
             factor = self.level
         elif self.kind in HITS:
-            self.seen += bool((batch[0] == HITS[self.kind]).any())
+            self.seen += bool((batch[0] - HITS[self.kind] == 0).any())
         elif self.kind == "later_unlike":
             self.seen += 1
             self.first = float(loss.detach()) if self.seen == 2 else self.first

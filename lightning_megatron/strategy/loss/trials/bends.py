@@ -32,8 +32,8 @@ from lightning_megatron.strategy.loss.trials.counting import (
     Counting,
     functions_called,
     number_of,
-    only_refuses,
 )
+from lightning_megatron.strategy.loss.trials.taken_numbers import decides
 
 _BEND = functions_called(
     *("abs", "absolute", "abs_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max"),
@@ -175,7 +175,7 @@ class Bends(TorchFunctionMode):
 
     def _note_decided(self, asked: Any) -> None:
         for found, bend, value in self._compared:
-            if found is asked and not only_refuses(frame_of_user()):
+            if found is asked and decides(frame_of_user()):
                 self._add(bend, 1, value)
 
     def _note_decision(self, asked: Asked) -> None:

@@ -28,9 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_user, line_of_frame
-from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt, only_refuses
+from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt, decides
 
 _ORDERS = ("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal")
 _EQUAL = ("eq", "ne", "not_equal", "__eq__", "__ne__")
@@ -125,12 +124,12 @@ class Counting:
         """Take note of a comparison of a number that was taken out of a tensor, in Python."""
         frame = sys._getframe(3)
         whole = number.as_float.is_integer() and isinstance(other, (int, float)) and float(other).is_integer()
-        if self._open and (number.graded or not whole) and is_users(frame) and not only_refuses(frame):
+        if self._open and (number.graded or not whole) and decides(frame):
             self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float))
 
     def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
         if isinstance(found, bool):
-            if asked is not None and not only_refuses(frame_of_user()):
+            if asked is not None and decides(frame_of_user()):
                 self._decide(asked)
             return found
         if func not in _ITEM or self._is_own(tensor):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Self
 
+from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.pipeline.cut.syntax import definition_in
 
 _SAYS = frozenset({"print", "warn", "debug", "info", "warning", "error", "log"})
@@ -105,8 +106,14 @@ for _kind, _plain in ((TakenFloat, float), (TakenInt, int)):
         setattr(_kind, f"__{_name}__", _comparing(_plain, f"__{_name}__"))
 
 
-def only_refuses(frame: FrameType) -> bool:
-    """Whether the line that a frame is at decides no more than whether to go on, or to say something."""
+def decides(frame: FrameType) -> bool:
+    """Whether the line that a frame is at may decide what the loss is: not in a metric, nor where it decides no more
+    than whether to go on, or to say something.
+    """
+    return is_users(frame, METRICS) and not _only_refuses(frame)
+
+
+def _only_refuses(frame: FrameType) -> bool:
     statement = _statement(frame.f_code, frame.f_lineno)
     if isinstance(statement, ast.If):
         return not statement.orelse and all(map(_ends_or_says, statement.body))
