@@ -47,7 +47,7 @@ ORDERS = functions_called(*_ORDERS, *(f"__{name}__" for name in ("gt", "lt", "ge
 """Comparisons of more and less."""
 
 DECIDES = functions_called("__bool__", "item", "__float__", "__int__")
-"""What takes a number out of a tensor."""
+"""Functions that take a number out of a tensor."""
 
 _COMPARISONS = ORDERS | functions_called(*_EQUAL, *_FINITE, "isclose")
 _SAME = functions_called(*_EQUAL)
@@ -59,7 +59,7 @@ _LOSSES = functions_called("cross_entropy", "nll_loss")
 
 
 class Asked(NamedTuple):
-    """What was computed of the result of a comparison alone.
+    """A tensor or number that was computed of the result of a comparison alone.
 
     Attributes:
         line: of the comparison.

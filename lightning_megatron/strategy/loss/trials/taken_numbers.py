@@ -49,7 +49,7 @@ class Taken:
             self._heard(self, other, name)
 
     def computed(self, found: Any, other: Any) -> Any:
-        """What is computed of it and of another number."""
+        """Follow what is computed of it and of another number."""
         asked, graded = self.asked, self.graded
         if isinstance(other, Taken):
             asked, graded = asked or other.asked, graded or other.graded
