@@ -9,7 +9,6 @@ replaced by ones that say when they run::
 
 from __future__ import annotations
 
-import dis
 import functools
 import random
 import sys
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from lightning_megatron.mesh.parts.bytecode import instructions_of
 from lightning_megatron.mesh.replaced import Replacements
 
 Note = Callable[[str, tuple[int, ...]], None]
@@ -85,7 +85,7 @@ class OtherDraws:
         local, value = dict(inner), None
         imported: Any = None
         constant: Any = None
-        for step in dis.get_instructions(code):
+        for step in instructions_of(code):
             before: Any = value
             value = None
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

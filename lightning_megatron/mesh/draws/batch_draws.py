@@ -19,7 +19,6 @@ the mode as well, as code in them is computed again.
 from __future__ import annotations
 
 import contextlib
-import dis
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -32,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatron.mesh.draws.answers import RUN_CODE, body_of
 from lightning_megatron.mesh.draws.functions import ANSWERS
 from lightning_megatron.mesh.other_generators import ORDERS, OtherDraws
+from lightning_megatron.mesh.parts.bytecode import instructions_of
 from lightning_megatron.mesh.torch_functions import line_of_user
 
 Shape = tuple[int, ...]
@@ -52,7 +52,7 @@ def lines_that_draw(codes: Iterable[types.CodeType]) -> set[tuple[str, str]]:
     while waiting:
         code = waiting.pop()
         waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        for step in dis.get_instructions(code):
+        for step in instructions_of(code):
             at = None if step.positions is None else step.positions.lineno
             if step.opname.startswith("LOAD_") and step.argval in _NAMES and at is not None:
                 found.add((f"{code.co_filename}:{at}", step.argval))

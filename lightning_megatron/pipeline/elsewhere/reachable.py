@@ -10,7 +10,6 @@ hooks, by which Hugging Face models collect hidden states and attention weights;
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 import types
@@ -22,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from lightning_megatron.mesh.parts.bytecode import instructions_of, operations_in
 from lightning_megatron.mesh.parts.packages import is_library, module_of
 from lightning_megatron.pipeline.elsewhere.containers import (
     HOOKS,
@@ -265,9 +265,8 @@ def attributes_set_by(module: nn.Module) -> set[str]:
 
 @functools.cache
 def _attributes_set_in(code: types.CodeType) -> frozenset[str]:
-    import dis
-
-    found = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    steps = instructions_of(code) if "STORE_ATTR" in operations_in(code) else ()
+    found = {step.argval for step in steps if step.opname == "STORE_ATTR"}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(found.union(*map(_attributes_set_in, inner)))
 
@@ -275,9 +274,8 @@ def _attributes_set_in(code: types.CodeType) -> frozenset[str]:
 @functools.cache
 def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Global names, and attributes of them, that code mentions; and the global names that it assigns."""
-    import dis
-
-    stored = [step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
+    steps = instructions_of(code) if "STORE_GLOBAL" in operations_in(code) else ()
+    stored = [step.argval for step in steps if step.opname == "STORE_GLOBAL"]
     names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -299,7 +297,7 @@ def may_read(unit: nn.Module, key: Any, in_table: bool = False) -> bool:
 
 
 def _adds_to_entries(code: types.CodeType) -> bool:
-    steps = list(dis.get_instructions(code))
+    steps = instructions_of(code)
     adds = any(step.opname.startswith("INPLACE_") or step.argrepr[-1:] == "=" != step.argrepr[-2:-1] for step in steps)
     return adds and {"BINARY_SUBSCR", "STORE_SUBSCR"} <= {step.opname for step in steps}
 
@@ -315,7 +313,7 @@ def _codes(unit: nn.Module) -> Iterator[types.CodeType]:
 
 
 def _loads(code: types.CodeType, key: Any) -> bool:
-    steps = list(dis.get_instructions(code))
+    steps = instructions_of(code)
     if code.co_name == "__init__":
         return False
     for step, following in zip(steps, [*steps[1:], None], strict=True):

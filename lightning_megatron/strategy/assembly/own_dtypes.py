@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from lightning_megatron.mesh.marks import Marks
+from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.parallelize.reading.copy import copy_of
-from lightning_megatron.strategy.lightning.hooks import names_in
 
 _CONVERTS = re.compile(
     r"""^\s*(self\.(?P<name>[\w.]+)\s*=\s*self\.(?P=name)  # self.gate = self.gate.to(torch.float32)

@@ -7,13 +7,13 @@ tell each other what it did, and one that has decided otherwise than the rest is
 
 from __future__ import annotations
 
-import dis
 import functools
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_megatron.mesh.parts.bytecode import instructions_of
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.strategy.lightning.hooks import functions_of
 from lightning_megatron.strategy.processes import Processes
@@ -62,7 +62,7 @@ def _returns(module: pl.LightningModule) -> str:
     """The line of a hook that may return something else than ``None``; "" if there is none."""
     for function in functions_of(module, _HOOK)[:1]:
         before = None
-        for step in dis.get_instructions(function.__code__):
+        for step in instructions_of(function.__code__):
             given = step.argval if step.opname == "RETURN_CONST" else getattr(before, "argval", _HOOK)
             if step.opname.startswith("RETURN_") and step.opname != "RETURN_GENERATOR" and given is not None:
                 at = function.__code__.co_firstlineno if step.positions is None else step.positions.lineno

@@ -28,12 +28,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.strategy.carried.under_names import ByName, KeyForm, Table, ToldEntry
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, names_in
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _BY_NAME = frozenset(("named_parameters", "state_dict"))

@@ -22,9 +22,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, comes_from
 from lightning_megatron.pipeline.cut.syntax import definition_of
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log, names_in
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log
 
 _GATHERS = frozenset(
     ("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "gather_object", "reduce_scatter")

@@ -32,6 +32,7 @@ from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.seen_kinds import SummedGradientHook, WholeGradientHook
 from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
 from lightning_megatron.mesh.messages.further_groups import further_group
+from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, comes_from, is_users
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.parallelize import ParallelReport
@@ -40,7 +41,7 @@ from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.strategy.hooks.backward_code import refuse_on_tokens
 from lightning_megatron.strategy.hooks.layer_hooks import LayerHooks
 from lightning_megatron.strategy.hooks.served_calls import ServedCalls
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_in
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _OTHER_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")

@@ -11,7 +11,7 @@ import dis
 import inspect
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_megatron.mesh.parts.bytecode import codes_in, instructions_of, names_in, operations_in
 from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, STANDARD, comes_from, is_users, package_of
 
 _MODULE_HOOKS = (
@@ -40,7 +41,7 @@ _AT_THE_START = ("on_fit_start", "on_train_start", "on_sanity_check_start", "on_
 _READ = ("grad", "update_and_allocate")  # the latter is peft's, and reads `.grad`
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_JUMPS = frozenset(dis.opname[each] for each in (*dis.hasjrel, *dis.hasjabs))
 
 
 def reads_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
@@ -92,8 +93,10 @@ def _clears_all(hook: Any) -> bool:
     code = getattr(inspect.unwrap(hook), "__code__", None)
     if code is None or not all(value in (None, True) or isinstance(value, (str, tuple)) for value in code.co_consts):
         return False
-    jumps = any(instruction.opcode in (*dis.hasjrel, *dis.hasjabs) for instruction in dis.get_instructions(code))
-    return not jumps and set(code.co_names) in ({"zero_grad"}, {"super", "optimizer_zero_grad"})
+    return _JUMPS.isdisjoint(operations_in(code)) and set(code.co_names) in (
+        {"zero_grad"},
+        {"super", "optimizer_zero_grad"},
+    )
 
 
 def other_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
@@ -139,25 +142,17 @@ def logs_itself(owner: Any, hook: str) -> bool:
 
 def may_branch(owner: Any, hook: str) -> bool:
     """Whether the code of a hook, or what it names, has a condition or a loop."""
-    codes = (each for function in functions_of(owner, hook) for each in _nested(function.__code__))
-    return any(step.opcode in _JUMPS for code in codes for step in dis.get_instructions(code))
+    codes = (each for function in functions_of(owner, hook) for each in codes_in(function.__code__))
+    return not all(_JUMPS.isdisjoint(operations_in(code)) for code in codes)
 
 
 def _logs_by_first(code: types.CodeType) -> bool:
     """Whether code, or that of functions in it, uses ``log`` of its first argument, which ``torch.log`` is not."""
-    return any(_asks_for_log(each, code.co_varnames[:1]) for each in _nested(code))
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions in it."""
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            yield from _nested(value)
+    return any(_asks_for_log(each, code.co_varnames[:1]) for each in codes_in(code))
 
 
 def _asks_for_log(code: types.CodeType, owners: tuple[str, ...]) -> bool:
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    steps = [(step.opname, step.argval) for step in instructions_of(code)]
     loads = [name in ("LOAD_ATTR", "LOAD_METHOD") and value in ("log", "log_dict") for name, value in steps]
     return any(asks and _last_loaded(*step) in owners for step, asks in zip(steps, loads[1:], strict=False))
 
@@ -174,7 +169,7 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
     of the same object, and the user's functions.
     """
     seen: set[types.CodeType] = set()
-    tables = [getattr(owner, "__dict__", {}), *(vars(kind) for kind in type(owner).__mro__)]
+    tables = _tables(owner)
     waiting = [getattr(owner, hook)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
@@ -184,13 +179,11 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
         if code in seen:
             continue
         seen.add(code)
-        used = set(names_in(code))
-        for name in used:
-            if name in names:
-                return True
-            if any(name in table for table in tables):
-                methods = _methods_called(owner, name, above="super" in used)
-                waiting += [method for method in methods if isinstance(method, types.FunctionType)]
+        used = names_in(code)
+        if any(name in names for name in used):
+            return True
+        methods = _methods_called(owner, used, tables)
+        waiting += [method for method in methods if isinstance(method, types.FunctionType)]
         waiting += _named_by(function, used)
     return False
 
@@ -205,7 +198,7 @@ def names_used(owner: Any, hook: str) -> set[str]:
 def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
     """The functions of a hook of a module or callback: its own, and those of the user's code that they name."""
     found: dict[types.CodeType, types.FunctionType] = {}
-    waiting = [getattr(owner, hook)]
+    waiting, tables = [getattr(owner, hook)], _tables(owner)
     while waiting:
         function = inspect.unwrap(waiting.pop())
         function = getattr(function, "__func__", function)
@@ -213,8 +206,8 @@ def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
         if code is None or code in found:
             continue
         found[code] = function
-        names = set(names_in(code))
-        named = [method for name in names for method in _methods_called(owner, name, above="super" in names)]
+        names = names_in(code)
+        named = _methods_called(owner, names, tables)
         waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
         waiting += _named_by(function, names)
     return list(found.values())
@@ -227,7 +220,7 @@ def _named_by(function: Any, names: Collection[str]) -> list[types.FunctionType]
     table: dict[str, Any] = getattr(function, "__globals__", {})
     named = [*(table.get(name) for name in names), *_enclosed(function)]
     homes = [each for each in named if isinstance(each, types.ModuleType)]
-    if any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(function.__code__)):
+    if "IMPORT_NAME" in operations_in(function.__code__):
         homes += [sys.modules[name] for name in names if name in sys.modules]
     homes = [home for home in homes if _is_foreign(home) and package_of(home) not in STANDARD]
     named += [vars(home).get(name) for home in homes for name in names]
@@ -241,11 +234,19 @@ def _enclosed(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _methods_called(owner: Any, name: str, *, above: bool) -> list[Any]:
-    """An attribute of an object, and with ``above`` those of the classes above it, for ``super().name``."""
-    return [inspect.getattr_static(owner, name, None)] + [
-        vars(kind).get(name) for kind in type(owner).__mro__ if above and _is_foreign(kind)
-    ]
+def _tables(owner: Any) -> list[Mapping[str, Any]]:
+    """Tables in which attributes of an object are found by name."""
+    kinds = (*type(owner).__mro__, *(owner.__mro__ if isinstance(owner, type) else ()))
+    return [getattr(owner, "__dict__", {}), *(vars(kind) for kind in kinds)]
+
+
+def _methods_called(owner: Any, names: Collection[str], tables: list[Mapping[str, Any]]) -> Iterator[Any]:
+    """Attributes of an object by name, and with ``super`` those of the classes above it, for ``super().name``."""
+    above = [vars(kind) for kind in type(owner).__mro__ if _is_foreign(kind)] if "super" in names else []
+    for name in names:
+        if any(name in table for table in tables):
+            yield inspect.getattr_static(owner, name, None)
+            yield from (table.get(name) for table in above)
 
 
 def takes_second_gradients(module: pl.LightningModule) -> bool:
@@ -301,12 +302,6 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
 def _is_foreign(thing: Any) -> bool:
     """Whether a class, function or module is the user's, or at least not a part of what this package builds on."""
     return is_users(thing, "builtins", "transformers")
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a code uses, functions inside of it included."""
-    for each in _nested(code):
-        yield from each.co_names
 
 
 def _keywords(code: types.CodeType) -> Iterator[Any]:

@@ -22,10 +22,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.pipeline.cut.flows import returns
 from lightning_megatron.pipeline.cut.syntax import definition_of
-from lightning_megatron.strategy.lightning.hooks import names_in
 
 
 class Asks:
