@@ -87,7 +87,7 @@ class GradientBuckets:
         self._own: list[Bucket] = []
         self._tied: list[Bucket] = []
         self._places: dict[int, tuple[Bucket, int]] = {}
-        self._launches = Launches(self._launch)
+        self.launches = Launches(self._launch)
         self._under_way: list[Bucket] = []
         self.on_arrival: Callable[[Bucket, int], None] | None = None
         self._build()
@@ -151,7 +151,7 @@ class GradientBuckets:
         self._final = False
         self._rests = fresh is not None
         self._wake(True)
-        self._launches.begin()
+        self.launches.begin()
         self._divide_by = divide_by * scale
         late = once and reduce
         others = self._begin_sums(fresh, scale * divide_by)
@@ -212,19 +212,19 @@ class GradientBuckets:
 
     def pace(self, paced: bool) -> None:
         """Let sums start at :meth:`launch` from now on, or as soon as they can."""
-        self._launches.paced = paced
+        self.launches.paced = paced
         if not paced:
             self.launch(len(self._own))
 
     @property
     def complete(self) -> int:
         """How many sums could start, in their order, where replicas pace each other."""
-        return self._launches.complete(self._own) if self._launches.paced and self._reduce and self._final else 0
+        return self.launches.complete(self._own) if self.launches.paced and self._reduce and self._final else 0
 
     def launch(self, count: int) -> None:
         """Start the sums of the first ``count`` buckets, as far as they are complete; collective over their holders."""
         if self._reduce and self._final:
-            self._launches.start(self._own, count)
+            self.launches.start(self._own, count)
 
     def _wake(self, which: bool | frozenset[int]) -> None:
         chosen = list(self._asleep) if which is True else [key for key in self._asleep if which and key in which]
@@ -238,13 +238,14 @@ class GradientBuckets:
         On another replica it may have come, and the reduction be under way: between the replicas, it comes before
         whatever they exchange next, on all of them.
         """
+        self.launches.end()
         if self._reduce:
-            for bucket in self._own:
-                if not (bucket.launched or bucket.adds):
-                    self._launch(bucket)
+            for bucket in [bucket for bucket in self._own if not (bucket.launched or bucket.adds)]:
+                self._launch(bucket)
 
     def finish(self) -> None:
         """Wait for the reductions, divide the sums, and publish them; collective over the holders if ``reduce``."""
+        self.launches.end()
         if self._sums is not None:
             self._sums.settle(self.buckets)
         if self._reduce:
@@ -356,8 +357,8 @@ class GradientBuckets:
         final = self._final is True or (self._final and id(parameter) in self._final)
         if final and self._reduce and not bucket.shared:
             bucket.ready.add(index)
-            if len(bucket.ready) == len(bucket.parameters) and not self._launches.paced:
-                self._launches.start(self._own, len(self._own))
+            if len(bucket.ready) == len(bucket.parameters) and not self.launches.paced:
+                self.launches.start(self._own, len(self._own))
         return False
 
     def _launch(self, bucket: Bucket) -> None:
@@ -386,7 +387,7 @@ class GradientBuckets:
         bucket.start_sum(self._reduce_dtype)
         if bucket.shard_only:
             self._under_way.append(bucket)
-            if len(self._under_way) > (1 if self._launches.paced else 2):  # where they start a layer later
+            if len(self._under_way) > (1 if self.launches.paced else 2):  # where they start a layer later
                 self._complete(self._under_way.pop(0))
 
     def _complete(self, bucket: Bucket) -> None:

@@ -13,6 +13,7 @@ all of them, at the same place between the other messages::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 
@@ -25,14 +26,22 @@ class Launches:
 
     Attributes:
         paced: whether sums start when all replicas have said that they can, instead of at once.
+        on_end: called before the first of those sums that start as the last backward is through; ``None`` for nothing.
     """
 
     def __init__(self, start: Callable[[Bucket], None]) -> None:
         self._start, self._next, self.paced = start, 0, False
+        self._ended, self.on_end = False, cast(Callable[[], None] | None, None)
 
     def begin(self) -> None:
         """Nothing has been summed."""
-        self._next = 0
+        self._next, self._ended = 0, False
+
+    def end(self) -> None:
+        """No gradient arrives any more."""
+        if not self._ended and self.on_end is not None:
+            self.on_end()
+        self._ended = True
 
     def complete(self, buckets: Sequence[Bucket]) -> int:
         """How many of the buckets, in their order, have all their gradients."""

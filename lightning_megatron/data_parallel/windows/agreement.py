@@ -9,7 +9,8 @@ the opening before, so it can be finished whatever the others do, and what they 
     open 3   read 2: an error                                  latest when they open their next window
 
 With the window they tell how many of their gradients' buckets are complete, and what has been read says how many sums
-start there, on all of them.
+start there, on all of them. The others start once a backward has ended, so all tell its end, and wait: a replica whose
+loss comes to fewer layers than that of another one would start them while the other still gathers.
 
 Where a step is tried on parts of a batch, they also tell the end of each part: one replica's part may fail where the
 others' go on, and they would wait for the next window of the one that has left.
@@ -22,8 +23,10 @@ from typing import Any
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
+from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.messages.exchange import Numbers
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
+from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 
 
@@ -38,12 +41,16 @@ class Agreement:
         buckets: of any of the windows.
         windows: how many there are.
         gradients: whose sums start between the messages of the windows.
+
+    Attributes:
+        failed: whether replicas have come to different windows, and can make no more collectives.
     """
 
     def __init__(self, buckets: Sequence[Bucket], windows: int = 1, gradients: GradientBuckets | None = None) -> None:
         self._end, self._gradients = max(windows, 1), gradients  # the number after those of windows
         self._numbers = Numbers(buckets[0].sharing.shard_group, buckets[0].parameters[0].device) if buckets else None
         self._told: tuple[str, int] | None = None
+        self.failed = False
 
     def tell(self, name: str, number: int) -> None:
         """Tell which window this replica opens, once the last one has been read; collective over the replicas."""
@@ -64,15 +71,28 @@ class Agreement:
             return
         (name, number), self._told = self._told, None
         complete, opened = zip(*(divmod(told, self._end + 1) for told in self._numbers.finish()), strict=True)
-        if any(other != number for other in opened):
-            what = "have ended a part of a batch" if self._end in opened else "run another layer"
+        self.failed = any(other != number for other in opened)
+        if self.failed:
+            here = f"this replica has come to {name}" if number == self._end else f"`{name}` runs"
+            there = "have come to an end" if self._end in opened and number != self._end else "run another layer"
+            line = "" if in_backward() else f" The step is at {line_of_user()}."
             raise UnlikeReplicasError(
-                f"`{name}` runs while other replicas {what}: which layers run depends on the batch or "
-                "on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it runs, so "
-                "every replica must run the same layers in the same order; pass `weight_sharding=False`."
+                f"{here} while other replicas {there}: which layers run, or which the loss comes to, depends on the "
+                "batch or on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it "
+                "runs, forward and backward, so every replica must run the same layers in the same order; pass "
+                f"`weight_sharding=False`.{line}"
             )
         if self._gradients is not None:
             self._gradients.launch(min(complete))
+
+    def end_backward(self) -> None:
+        """Wait until the backward of all replicas has ended; collective over them.
+
+        Raises:
+            UnlikeReplicasError: another replica's comes to a further layer.
+        """
+        self.tell("the end of its backward", self._end)
+        self.read()
 
     def on_parts(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A step that is tried on parts of a batch, on all replicas at once.
@@ -91,13 +111,13 @@ class Agreement:
                 if not (isinstance(error, RemoteFailure | UnlikeReplicasError) or is_echo(error)):
                     self._left_by(error)
                 raise
-            self.tell("the end of a part", self._end)
+            self.tell("the end of a part of its batch", self._end)
             return output
 
         return ended
 
     def _left_by(self, error: Exception) -> None:
-        self.tell("the end of a part", self._end)
+        self.tell("the end of a part of its batch", self._end)
         try:
             self.read()
         except UnlikeReplicasError:

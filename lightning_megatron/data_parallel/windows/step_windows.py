@@ -21,8 +21,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
@@ -31,11 +31,12 @@ from lightning_megatron.data_parallel.update.late_gather import ReportedUses
 from lightning_megatron.data_parallel.windows.agreement import Agreement
 from lightning_megatron.data_parallel.windows.ahead import Ahead
 from lightning_megatron.data_parallel.windows.freeing import Freeing
+from lightning_megatron.data_parallel.windows.saved_weights import saved_weights
 from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 from lightning_megatron.data_parallel.windows.spread import Spread
 from lightning_megatron.data_parallel.windows.window import Window, WindowOwner
 from lightning_megatron.layers.whole.base import WholeTensor
-from lightning_megatron.mesh.autograd import HandsOn, in_backward
+from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
 
@@ -96,7 +97,7 @@ class StepWindows:
         self._layers = [module.get_submodule(name) for name in opens]
         for layer, windows in zip(self._layers, opens.values(), strict=True):
             LayerWindow(layer, windows, self).install()
-        buckets.on_arrival = self._check
+        buckets.on_arrival, buckets.launches.on_end = self._check, self._end_backward
 
     @property
     def active(self) -> bool:
@@ -105,7 +106,7 @@ class StepWindows:
 
     def close(self) -> None:
         """Leave the layers' forwards as they were; the windows stay as they are."""
-        self._active, self._buckets.on_arrival = False, None
+        self._active, self._buckets.on_arrival, self._buckets.launches.on_end = False, None, None
         for layer in self._layers:
             ForwardStack.of(layer).remove(ForwardSlot.WEIGHTS)
 
@@ -125,6 +126,8 @@ class StepWindows:
         """How far this rank has come, equal on replicas that made the same collectives; ``None`` if all is whole."""
         if all(window.is_open for window in self.windows):
             return None
+        if self.agreement.failed:
+            return f"not with others {dist.get_rank()}"
         under_way = [window.number for window in self.windows if window.coming]
         return (
             f"{sum(window.opened for window in self.windows)} {under_way} {[b.launched for b in self._buckets.buckets]}"
@@ -222,6 +225,11 @@ class StepWindows:
         window = self._of.get(id(parameter))
         if window is not None and self._active and not window.is_open:
             self._hold(window)
+
+    def _end_backward(self) -> None:
+        """Refuse that another replica still gathers, where those sums start that have not been agreed on."""
+        if self._active and self._buckets.launches.paced:
+            self.agreement.end_backward()
 
     def _check(self, bucket: Bucket, index: int) -> None:
         """Refuse a gradient of a weight that was hidden all along, as what used it has told nobody."""
@@ -327,7 +335,7 @@ class LayerWindow(Wrapper):
             owner.open(window)
         owner.gather_ahead()
         try:
-            with _saved(windows, owner) if torch.is_grad_enabled() else nullcontext():
+            with saved_weights(windows, owner) if torch.is_grad_enabled() else nullcontext():
                 output = self.forward(*args, **kwargs)
             self._follow(output, windows, owner)
             return output
@@ -347,54 +355,3 @@ class LayerWindow(Wrapper):
                     window.held = True
                 if leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(lambda _, window=window: owner.need(window))
-
-
-class _Weight:
-    """A weight, or a view of one, that autograd has saved."""
-
-    def __init__(self, tensor: Tensor, window: Window) -> None:
-        self.again, self.window = window.found_again(tensor), window
-
-
-class _Saved(HandsOn):
-    """Hooks by which autograd opens a window when it reads a weight; other tensors go to the hooks around these.
-
-    Made while the windows are open: they run once per saved tensor, so where the weights lie is looked up once.
-    """
-
-    def __init__(self, windows: Sequence[Window], owner: WindowOwner) -> None:
-        self._windows, self._owner = windows, owner
-        self._of = {place: window for window in windows for place in window.places() if place}
-        self.around = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    def pack(self, tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunction():  # else those who watch uses would see some here
-            if not isinstance(tensor, WholeTensor) and tensor.layout is torch.strided:  # whose parts are saved apart
-                window = self._of.get(tensor.untyped_storage().data_ptr())
-                if window is not None:
-                    return _Weight(tensor, window)
-            if self.around is None:
-                return tensor, tensor._version
-        return self.around[0](tensor)
-
-    def unpack(self, packed: Any) -> Any:
-        if isinstance(packed, _Weight):
-            self._owner.need(packed.window)
-            return packed.again()
-        return _unchanged(self._windows[0].name, *packed) if self.around is None else self.around[1](packed)
-
-
-def _saved(windows: Sequence[Window], owner: WindowOwner) -> saved_tensors_hooks:
-    hooks = _Saved(windows, owner)
-    return saved_tensors_hooks(hooks.pack, hooks.unpack)
-
-
-def _unchanged(layer: str, tensor: Tensor, version: int) -> Tensor:
-    """A saved tensor, unless it was changed since: autograd leaves that to whoever keeps it."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)}, saved in `{layer}`, is at version {tensor._version}; expected version "
-            f"{version} instead."
-        )
-    return tensor
