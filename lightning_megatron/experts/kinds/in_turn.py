@@ -10,14 +10,16 @@ layers whose head has four outputs. What tells them apart is the loop that calls
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+from types import CodeType
 
 from torch import nn
 
 from lightning_megatron.mesh.parts.names import leaf_of, parent
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.pipeline.cut.flows import names_in
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.cut.syntax import definition_in
 
 
 def runs_in_turn(module: nn.Module, path: str) -> bool:
@@ -40,12 +42,18 @@ def _loops(kind: type, leaf: str) -> bool:
     methods: dict[str, object] = {}
     for owner in reversed(kind.__mro__):
         methods |= {} if comes_from(owner, *FRAMEWORKS, "builtins") else vars(owner)
-    for method in methods.values():
-        definition = definition_of(method) if inspect.isfunction(method) else None
-        loops = (node for node in ast.walk(definition) if isinstance(node, ast.For)) if definition else ()
-        if any(_passes_on(loop) for loop in loops if leaf in _attributes(loop.iter)):
-            return True
-    return False
+    codes = (
+        getattr(inspect.unwrap(method), "__code__", None) for method in methods.values() if inspect.isfunction(method)
+    )
+    return any(leaf in _gone_through(code) for code in codes if code is not None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gone_through(code: CodeType) -> frozenset[str]:
+    """Attributes that a function goes over layer by layer."""
+    definition = definition_in(code)
+    loops = [node for node in ast.walk(definition) if isinstance(node, ast.For)] if definition else []
+    return frozenset(name for loop in loops if _passes_on(loop) for name in _attributes(loop.iter))
 
 
 def _attributes(expression: ast.expr) -> set[str]:
