@@ -1,4 +1,5 @@
-"""Functions as torch is given them: its own, by attribute, by name, and whether they write; users', and their lines.
+"""Functions as torch is given them: its own, by attribute, by name, and whether they write; users', and their lines;
+and operators as they run.
 
 ``__torch_function__`` is given torch's. ``Function.apply`` asks a tensor nothing, and is often taken once, ``reverse =
 GradientReversal.apply`` at the top of a file, so that a method put in its place would be passed by. But it asks the
@@ -11,11 +12,12 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.replaced import Replacements
@@ -137,3 +139,48 @@ def defined_functions(kind: type = Function) -> list[type[Function]]:
     for each in kind.__subclasses__():
         found += [each, *defined_functions(each)]
     return found
+
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""``run(func, args, kwargs)`` runs an operator."""
+
+
+class OperatorWatch:
+    """Sees each operator of torch while it is active, and may change what it is given and gives.
+
+    Those inside of one another share a ``TorchDispatchMode``: the way to one, through C++ and Dynamo's guard, takes an
+    operator longer than what most of them do. What one of them computes itself is seen by none of them::
+
+        with outer, inner:
+            a + b               inner.seen(run, add, (a, b), {})   whose run is   outer.seen(...)   whose run is   add
+    """
+
+    def seen(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator: that of ``run(func, args, kwargs)``, or another."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, _Watched):
+            mode = _Watched()
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.runs.append(functools.partial(self.seen, mode.runs[-1]))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        mode = _get_current_dispatch_mode()
+        assert isinstance(mode, _Watched), "left in another order than entered"
+        mode.runs.pop()
+        if len(mode.runs) == 1:
+            mode.__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class _Watched(TorchDispatchMode):
+    """The mode of some watches; the latest one's run stands last."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.runs: list[Run] = [lambda func, args, kwargs: func(*args, **kwargs)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.runs[-1](func, args, kwargs or {})

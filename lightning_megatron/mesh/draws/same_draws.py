@@ -25,11 +25,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 from lightning_megatron.mesh.draws.batch_draws import Draw, Place, SeenDraws
 from lightning_megatron.mesh.other_generators import OtherDraws, states_of_others
+from lightning_megatron.mesh.torch_functions import OperatorWatch, Run
 
 _PERMUTES = "aten::randperm"  # of two parts joined it is no permutation
 _ORDER = "an order of the samples (`torch.randperm`)"
@@ -38,6 +38,7 @@ _SEEDED = "from torch's generator, which it seeds itself, for every sample"
 _OTHERS = "from Python's or NumPy's generator for every sample"
 _DROPOUT = "aten::native_dropout"
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Drawn(NamedTuple):
@@ -170,7 +171,7 @@ def _given(parts: tuple[Tensor, ...], own: Tensor) -> Tensor:
     return _joined(parts, own)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(OperatorWatch):
     """Lets ``take`` see, and change, every tensor of random numbers; ``look`` sees those that cannot be changed."""
 
     def __init__(
@@ -179,25 +180,24 @@ class _Draws(TorchDispatchMode):
         look: Callable[[str, Tensor], None],
         is_foreign: Callable[[int], bool],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._take, self._look, self._is_foreign, self.narrow, self.any = take, look, is_foreign, False, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        given = dict(kwargs or {})
+    def seen(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator; of a draw, what ``take`` makes of it."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            output = func(*args, **given)
-            if type(output) is Tensor and output.dtype in _NARROW:
+            output = run(func, args, kwargs)
+            if type(output) in _PLAIN and output.dtype in _NARROW:
                 self.narrow = True
             return output
         names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # attention, whose mask nobody sees: none for the parts, and none for the whole
             place = names.index("dropout_p")
-            self.any |= bool(given.get("dropout_p") or (args[place] if place < len(args) else 0))
+            self.any |= bool(kwargs.get("dropout_p") or (args[place] if place < len(args) else 0))
             args = tuple(0.0 if at == place else value for at, value in enumerate(args))
-            return func(*args, **{**given, **({"dropout_p": 0.0} if "dropout_p" in given else {})})
-        output, name = func(*args, **given), func._schema.name
+            return run(func, args, {**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
+        output, name = run(func, args, kwargs), func._schema.name
         self.any |= name != _DROPOUT or bool(args[1] and args[2])
-        if how := self._not_joined(name, given, output):
+        if how := self._not_joined(name, kwargs, output):
             for drawn in output if isinstance(output, tuple) else (output,):
                 if type(drawn) is Tensor and not drawn.is_meta:
                     self._look(how, drawn)

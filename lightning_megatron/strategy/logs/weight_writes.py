@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.data_parallel.renormalised_rows import renormalises
 from lightning_megatron.mesh.autograd import versions_of
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
+from lightning_megatron.mesh.torch_functions import OperatorWatch, Run
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 from lightning_megatron.strategy.hooks.optimizer_states import StatesInRuns, StateTables, states_of
 
@@ -78,17 +78,16 @@ class WeightWrites:
     def noted(self) -> Iterator[None]:
         """Around a run of code that may write them; not those that come and go in a step, with `weight_sharding`."""
         shortened = {path for path, child in self._module.named_modules() if renormalises(child)}
+        stay = Marks.of(self._module).get(WeightsArrive) is None
         with torch._C.DisableTorchFunction():  # else those who watch uses would see one here
             places = self._places()
-        stay = Marks.of(self._module).get(WeightsArrive) is None
-        with torch._C.DisableTorchFunctionSubclass():
             bound = [(name, w, w.data) for here in places.values() for _, _, name, w in here if stay]
             self._states = self._states or StateTables(self._module)
         try:
             with _Writes(places, self._note, shortened, self._assigned):
                 yield
         finally:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 self._note_rebound(bound)
                 self.found |= self._states.changed()
 
@@ -135,7 +134,7 @@ class WeightWrites:
         return found
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(OperatorWatch):
     """Tells of every weight that an operator is about to write."""
 
     def __init__(
@@ -145,15 +144,14 @@ class _Writes(TorchDispatchMode):
         shortened: set[str],
         assigned: dict[int, StorageWeakRef],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._places, self._note, self._shortened, self._assigned = places, note, shortened, assigned
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def seen(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator."""
         if func._schema.is_mutable:
             for tensor in _written(func, args, kwargs):
                 self._tell(func, tensor)
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         if func._schema.name in _ASSIGNS and _is_plain(result) and _assigns(args, kwargs):
             holder = StorageWeakRef(result.untyped_storage())
             self._assigned[holder.cdata] = holder  # no other storage is where this was, as long as it is held

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of, tensors_of
@@ -30,6 +29,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.mesh.parts.names import Parts
+from lightning_megatron.mesh.torch_functions import OperatorWatch, Run
 from lightning_megatron.strategy.carried.behind_conditions import BehindConditions
 from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOfPieces
@@ -65,7 +65,7 @@ class TriedParts(NamedTuple):
     borrowed: int | None = None
 
 
-class SeesGroup(TorchDispatchMode):
+class SeesGroup(OperatorWatch):
     """Sees whether a step itself gathers or reduces over the replicas, whose batches then are one.
 
     Args:
@@ -76,14 +76,14 @@ class SeesGroup(TorchDispatchMode):
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._group, self.gathers = group, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def seen(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator."""
         own = func.namespace == "c10d" and not messages_of_weights
         if self._group is not None and own:  # a gather may be sent as messages between pairs
             self.gathers |= any(group.group_name == self._group.group_name for group in _groups_in(args))
-        return func(*args, **dict(kwargs or {}))
+        return run(func, args, kwargs)
 
 
 class OverReplicas:

@@ -32,6 +32,7 @@ from lightning_megatron.experts.balance.whole_batch import WholeBatchMixtures, d
 from lightning_megatron.experts.routers import mixtures_of, routers_of
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.torch_functions import Run
 from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.loss.over_replicas import SeesGroup
@@ -347,10 +348,11 @@ class _Sees(SeesGroup):
         self._routers = {parameter.data_ptr() for parameter in routers}
         self.dtypes: set[torch.dtype] = {torch.float64}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def seen(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator."""
         if func is torch.ops.aten._to_copy.default and _address(args[0]) in self._routers:
-            self.dtypes.add((kwargs or {}).get("dtype") or args[0].dtype)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            self.dtypes.add(kwargs.get("dtype") or args[0].dtype)
+        return super().seen(run, func, args, kwargs)
 
 
 def _address(tensor: Tensor) -> int:
