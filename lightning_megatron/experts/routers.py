@@ -10,7 +10,7 @@ from torch import nn
 from lightning_megatron.experts.kinds.blocks import BlockedExperts, blocked_experts
 from lightning_megatron.experts.kinds.gathered import GatheredExperts
 from lightning_megatron.experts.kinds.in_turn import runs_in_turn
-from lightning_megatron.experts.kinds.listed import ListedExperts, has_one_for_each, listed_experts, routes
+from lightning_megatron.experts.kinds.listed import ListedExperts, ListsInTurn, has_one_for_each, listed_experts, routes
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_experts
 from lightning_megatron.experts.kinds.twin import Led
 from lightning_megatron.mesh.marks import Marks
@@ -44,7 +44,8 @@ class Mixture:
     def leader(self) -> ListedExperts | None:
         """The object that leads the calls of a list of experts that are shared out."""
         led = Marks.of(self.block).get(Led)
-        return led.leader if led is not None and isinstance(led.leader, ListedExperts) else None
+        lists = led.leader.lists if led is not None and isinstance(led.leader, ListsInTurn) else []
+        return next((each for each in lists if self.block.get_submodule(each.path) is self.experts), None)
 
 
 def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
@@ -57,11 +58,11 @@ def mixtures_of(module: nn.Module) -> Iterator[Mixture]:
         leader = led.leader if led is not None else None
         if isinstance(leader, GatheredExperts):
             inside |= set(child.modules())  # which of its rows go where is not known
-        elif isinstance(leader, ListedExperts):
-            path = f"{name}.{leader.path}" if name else leader.path
-            experts = child.get_submodule(leader.path)
-            inside |= set(experts.modules())
-            yield Mixture(name, child, experts, path, leader.count)
+        elif isinstance(leader, ListsInTurn):
+            for listed in leader.lists:
+                experts = child.get_submodule(listed.path)
+                inside |= set(experts.modules())
+                yield Mixture(name, child, experts, f"{name}.{listed.path}" if name else listed.path, listed.count)
         elif name and (count := leader.count if isinstance(leader, StackedExperts) else stacked_experts(child)):
             inside |= set(child.modules())
             yield Mixture(parent(name), module.get_submodule(parent(name)), child, name, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from lightning_megatron.experts.kinds.probe import cut_one, cut_stacked, draws, 
 from lightning_megatron.experts.kinds.sized import SizedExperts, sized_experts, try_sized
 from lightning_megatron.experts.kinds.stacked import StackedExperts, stacked_along, stacked_experts
 from lightning_megatron.experts.kinds.twin import lead
+from lightning_megatron.experts.refused import indivisible, none_found, not_experts, not_gathered
 from lightning_megatron.experts.routers import ABOVE
 from lightning_megatron.layers import MoE
 from lightning_megatron.layers.table import ShardTable
@@ -44,6 +46,7 @@ class Found:
         gathers: whether a call gives tokens with their experts, so that all ranks can get all tokens.
         dims: of its parameters, by their names in it, along which they are shared out, where weights travel instead of
             rows.
+        router: name of the module that calls experts of a list.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Found:
     cut: Callable[[Owners, ShardTable], None]
     gathers: bool = False
     dims: Mapping[str, int] | None = None
+    router: str | None = None
 
 
 @dataclass
@@ -107,12 +111,12 @@ class ExpertSplit:
         self._found = _Finder(module, size, parts, self.report, per_replica, asked).found()
         for mixture in self._found:
             if mixture.dims is None and mixture.count % size:
-                raise ValueError(_indivisible(mixture.name, mixture.count, size))
+                raise ValueError(indivisible(mixture.name, mixture.count, size))
             if gathers and mixture.dims is None and not mixture.gathers:
-                raise ValueError(_not_gathered(mixture.name))
+                raise ValueError(not_gathered(mixture.name))
             self.report.split[mixture.name] = mixture.count
         if not self._found:
-            raise ValueError(_none_found(module, self.report, size, parts))
+            raise ValueError(none_found(module, self.report.whole, size, parts))
 
     def cut(self, groups: ExpertGroups, *, on_shards: Collection[str] = ()) -> ExpertReport:
         """Leave each rank its own, in place. Collective over the ranks of a stage.
@@ -177,7 +181,7 @@ class _Finder:
             candidates.append(found)
             if found is not None or kind or self._count(name, child):
                 inside |= dict.fromkeys(child.modules(), name)
-        return [each for each in candidates if each is not None]
+        return self._in_turn([each for each in candidates if each is not None])
 
     def _count(self, name: str, child: nn.Module) -> int:
         """How many experts a module has stacked, by the plan or by what it looks like; 0 for none."""
@@ -202,7 +206,7 @@ class _Finder:
         if kind == EXPERTS:
             found = self._by_structure(name, child)
             if found is None:
-                raise ValueError(_not_experts(name, self._report.whole.get(name, "")))
+                raise ValueError(not_experts(name, self._report.whole.get(name, "")))
             return found
         why = self._unlike(child) if name else "it is the whole module"
         dims = gathered_dims(name, child, self._plan.dims_in(name), self._size, why, self._parts)
@@ -258,7 +262,8 @@ class _Finder:
         kept = (self._unlike(each) for each in experts_of(experts))
         why = self._unlike(router, alone=False) or next(filter(None, kept), "") or _not_apart(router, experts)
         if not why:
-            why, widths = self._try(router, path, lambda copied: try_listed(copied, path))
+            why, tried = self._try(router, path, lambda copied: try_listed(copied, path))
+            widths = tried.get(path, widths)
         if why:
             self._report.whole[name] = why
             return None
@@ -272,7 +277,23 @@ class _Finder:
                 leave_one(expert, self._names[id(expert)][0], number, owners, table, own)
             lead_list(router, ListedExperts(above, path, widths, owners, own))
 
-        return Found(name, count, cut)
+        return Found(name, count, cut, router=above)
+
+    def _in_turn(self, found: list[Found]) -> list[Found]:
+        """Mixtures in the order in which their routers call them; of lists that cannot take turns the largest."""
+        lists = Counter(each.router for each in found if each.router is not None)
+        for above in [router for router, count in lists.items() if count > 1]:
+            router = self._module.get_submodule(above)
+            together = {each.name[len(above) :].lstrip("."): each for each in found if each.router == above}
+            paths = sorted(together, key=lambda path: sum(p.numel() for p in router.get_submodule(path).parameters()))
+            trial = functools.partial(_try_lists, paths=tuple(paths))
+            why, order = self._try(router, ", ".join(paths), trial)
+            if why:
+                for each in paths[:-1]:
+                    self._report.whole[together[each].name] = f"of the lists of `{above}` together, {why}"
+            turns = paths[-1:] if why else list(order)
+            found = [*(each for each in found if each.router != above), *(together[path] for path in turns)]
+        return found
 
     def _inner(self, name: str, experts: nn.Module, trial: Callable[[nn.Module], InnerCut | str]) -> InnerCut | None:
         """How experts are cut; ``None`` if they are not to be."""
@@ -336,6 +357,10 @@ class _Finder:
         return ""
 
 
+def _try_lists(copied: nn.Module, paths: tuple[str, ...]) -> tuple[str, dict[str, tuple[int, int]]]:
+    return try_listed(copied, *paths)
+
+
 def _not_apart(router: nn.Module, experts: nn.Module) -> str:
     """Why experts of a list are not modules of their own."""
     each = [[id(parameter) for parameter in expert.parameters()] for expert in experts_of(experts)]
@@ -357,43 +382,3 @@ def _cut_planned(*_: object) -> str:
 
 def _nothing_more(*_: object) -> None:
     """Do nothing more: for experts whose weights are gathered, :func:`leave_gathered` is enough."""
-
-
-def _not_experts(name: str, why: str) -> str:
-    return (
-        f"`expert_parallel_plan` says that `{name}` is a group of experts, but "
-        + (why or "it is neither a module with parameters `[experts, ...]` nor a list of modules beside a router")
-        + "; name the dims of its parameters that count experts, or let its weights be gathered for each call of it "
-        "('gathered'), or leave it on every rank ('whole')."
-    )
-
-
-def _indivisible(name: str, count: int, size: int) -> str:
-    fitting = [str(other) for other in range(1, count + 1) if count % other == 0]
-    return (
-        f"`{name}` has {count} experts, not divisible by `expert_parallel_size={size}`; use "
-        f"`expert_parallel_size={', '.join(fitting[:-1])} or {fitting[-1]}`."
-    )
-
-
-def _not_gathered(name: str) -> str:
-    return (
-        f"`expert_dispatch='all_gather'` gives all ranks all tokens, but the experts of `{name}` are called with the "
-        "rows that are meant for each, and not with tokens, numbers of experts, and weights; use "
-        "`expert_dispatch='all_to_all'`."
-    )
-
-
-def _none_found(module: nn.Module, report: ExpertReport, size: int, parts: int) -> str:
-    seen = "".join(f" `{name}` looks like experts, but {why}." for name, why in report.whole.items())
-    if not seen:
-        named = ((name, type(child).__name__) for name, child in module.named_modules())
-        called = next((each for each in named if "expert" in each[1].lower()), None)
-        seen = f" `{called[0]}` is called {called[1]}, but is none of those that can be." if called else ""
-    name, value = ("expert_parallel_size", size) if size > 1 else ("expert_tensor_parallel_size", parts)
-    return (
-        f"`{name}={value}` shares out experts, but none were found that can be.{seen} Experts are modules "
-        "with parameters `[experts, ...]` and a `forward(hidden, index, weights)`, or a list of modules that are "
-        f"alike, called by one that has a router beside them. Others are named by `expert_parallel_plan`, which also "
-        f"distributes weights without sending rows ('gathered'); or use `{name}=1`."
-    )

@@ -189,6 +189,43 @@ class Capacity(Loop):
         return torch.einsum("btec,ebch->bth", sent * weight[..., None, None], made)
 
 
+class Halves(Loop):
+    """Has the experts' first layers in one list, and their second ones in another, that is built before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts
+        self.down = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH) for _ in range(EXPERTS)])
+        self.up = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH) for _ in range(EXPERTS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.route(x)
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            chosen = (index == number).any(-1)
+            weight = (weights * (index == number)).sum(-1)[chosen]
+            out[chosen] = out[chosen] + self.down[number](F.gelu(self.up[number](x[chosen]))) * weight[:, None]
+        return out
+
+
+class Groups(nn.Module):
+    """Weighs groups of experts, and experts in each group, by gates in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Linear(WIDTH, 2)
+        self.inner = nn.ModuleList([nn.Linear(WIDTH, 2) for _ in range(2)])
+        self.groups = nn.ModuleList([nn.ModuleList([feed_forward(), feed_forward()]) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer, out = self.outer(x).softmax(-1), torch.zeros_like(x)
+        for number, (gate, experts) in enumerate(zip(self.inner, self.groups, strict=True)):
+            inner = gate(x).softmax(-1) * outer[..., number : number + 1]
+            for place, expert in enumerate(experts):
+                out = out + inner[..., place : place + 1] * expert(x)
+        return out
+
+
 class Own(nn.Module):
     """An expert with parameters of its own."""
 
@@ -482,7 +519,10 @@ class Pushed(Selected):
         self.router.bias.data = torch.tensor([50.0, 49.0, -50.0, -50.0])
 
 
-_ALIKE = Loop, Sure, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences
+_ALIKE = (
+    *(Loop, Sure, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences),
+    *(Halves, Groups),
+)
 EXACT = {kind.__name__.lower(): kind for kind in _ALIKE}
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}
 PER_BATCH = {kind.__name__.lower(): kind for kind in (Balanced, Dropped, Filled, Returned, Logits, Choosing)}

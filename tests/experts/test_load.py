@@ -25,6 +25,8 @@ ROWS: list[Any] = [
             ("strange_masked", 2, {"expert_parallel_size": 2, "activation_recompute": "full"}),
             ("strange_dense", 4, {**PIPE, "expert_parallel_size": 2}),
             ("strange_loop", 2, PIPE),
+            ("strange_halves", 2, {"expert_parallel_size": 2}),
+            ("strange_groups", 2, {"expert_parallel_size": 2}),
             ("Mixtral", 2, {"expert_parallel_size": 2}),
         )
     ),

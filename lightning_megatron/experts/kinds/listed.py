@@ -10,12 +10,16 @@ or by capacity. None of them has to be understood. The router's module runs twic
 That is the same computation as long as what an expert is given does not depend on what another one has answered, and
 every expert treats its rows one by one; a trial on a copy finds out both. Gradients of what experts were given flow
 through the first forward, all others through the second.
+
+A module may have several lists: one for each group of experts, or one of their first layers and one of their second
+ones. Then they take turns, in the order in which it calls them: each has a look of its own, in which the lists before
+it answer what came back, so what a list is given may depend on those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +31,8 @@ from lightning_megatron.experts.exchange.rows_here import rows_here, shown_as
 from lightning_megatron.experts.exchange.sending import Owners
 from lightning_megatron.experts.exchange.taking_part import Told
 from lightning_megatron.experts.kinds.inner_cut import InnerCut
-from lightning_megatron.experts.kinds.twin import is_elsewhere, lead
+from lightning_megatron.experts.kinds.twin import Led, is_elsewhere, lead
+from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.pipeline.elsewhere.undo import unchanged
 
 
@@ -36,6 +41,8 @@ def listed_experts(module: nn.Module) -> int:
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return 0
     experts = experts_of(module)
+    if any(isinstance(expert, nn.ModuleList | nn.ModuleDict) for expert in experts):  # a list of lists is not called
+        return 0
     kinds = {(type(e), tuple((n, p.shape, p.dtype) for n, p in e.named_parameters())) for e in experts}
     return len(experts) if len(experts) > 1 and len(kinds) == 1 else 0
 
@@ -47,6 +54,8 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
 
 def routes(module: nn.Module, experts: nn.Module, count: int) -> bool:
     """Whether a part of ``module`` other than its experts has one value per expert, as a router has."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
     below = {id(parameter) for parameter in experts.parameters()}
     return any(has_one_for_each(p, count) for p in module.parameters() if id(p) not in below)
 
@@ -82,11 +91,11 @@ class Differs(RuntimeError):
 
 
 class ListedExperts:
-    """Takes over the calls of a module that routes tokens to a list of experts, and of these experts.
+    """Takes over the calls of one list of experts.
 
     Args:
-        name: of the module, for messages.
-        path: of the list of experts in it.
+        name: of the module that routes tokens to them, for messages.
+        path: of the list in it.
         widths: size of the last dim of what experts take, and of what they give.
         owners: who has which experts.
         inner: how each expert is split, if it is.
@@ -111,18 +120,18 @@ class ListedExperts:
         """How many experts all ranks have."""
         return self._owners.experts
 
-    def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a call of the router's module.
+    def send(self, module: nn.Module, noted: Noted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Compute the answers to what experts were given; collective over the ranks that share them.
 
-        Raises:
-            Differs: the second forward calls its experts otherwise than the first.
+        Args:
+            module: with the router.
+            noted: given the answers.
+            args: of the call.
+            kwargs: likewise.
+
+        Returns:
+            All answers, ``[n, width]``.
         """
-        if is_elsewhere(module, (args, kwargs)):
-            with self._following(Noted(), looks=True):
-                return own(*args, **kwargs)
-        noted = Noted(checks=self.checks)
-        with unchanged(module, (*args, *kwargs.values())), _same_draws(args), self._following(noted, looks=True):
-            own(*args, **kwargs)
         sizes = [given[..., 0].numel() for given in noted.given]
         rows = self._rows(noted, args, kwargs)
         expert = torch.tensor(noted.expert, device=rows.device, dtype=torch.long)
@@ -132,11 +141,16 @@ class ListedExperts:
         found = self._send(module, rows, expert, noted.expert)
         parts = list(zip(noted.given, found.split(sizes), strict=True)) if sizes else []
         noted.answers = [part.clone().view(*given.shape[:-1], self._widths[1]) for given, part in parts]
-        with self._following(noted, looks=False):
-            output = own(*args, **kwargs)
+        return found
+
+    def check_all_called(self, noted: Noted) -> None:
+        """Refuse a forward that has not asked for all answers.
+
+        Raises:
+            Differs: it has not.
+        """
         if noted.at != len(noted.answers):
             raise self._differs(f"{len(noted.answers)} calls of experts, then {noted.at}")
-        return _joined(output, found)
 
     def _tell(self, sees: Callable[[Tensor], None], noted: Noted) -> None:
         """Report which experts the rows of each call go to."""
@@ -247,13 +261,57 @@ class ListedExperts:
             self._computes = before
 
     @contextmanager
-    def _following(self, noted: Noted, *, looks: bool) -> Iterator[None]:
+    def following(self, noted: Noted, *, looks: bool) -> Iterator[None]:
+        """Around a forward of the router's module: note what experts are given, or answer from the notes."""
         before = self._noted, self._looks
-        self._noted, self._looks = noted, looks
+        self._noted, self._looks, noted.at = noted, looks, 0
         try:
             yield
         finally:
             self._noted, self._looks = before
+
+
+class ListsInTurn:
+    """Takes over the calls of a module that routes tokens to lists of experts.
+
+    Args:
+        lists: in the order of their calls.
+    """
+
+    def __init__(self, *lists: ListedExperts) -> None:
+        self.lists = list(lists)
+
+    def run(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of the router's module.
+
+        Raises:
+            Differs: a forward calls experts otherwise than the one before.
+        """
+        if is_elsewhere(module, (args, kwargs)):
+            with self._following([Noted() for _ in self.lists], 0):
+                return own(*args, **kwargs)
+        noted: list[Noted] = []
+        found = []
+        for turn, listed in enumerate(self.lists):
+            noted = [*noted[:turn], *(Noted(checks=other.checks) for other in self.lists[turn:])]
+            with unchanged(module, (*args, *kwargs.values())), _same_draws(args), self._following(noted, turn):
+                own(*args, **kwargs)
+            found.append(listed.send(module, noted[turn], args, kwargs))
+        with self._following(noted, len(noted)):
+            output = own(*args, **kwargs)
+        for listed, notes in zip(self.lists, noted, strict=True):
+            listed.check_all_called(notes)
+        for answers in found:
+            output = _joined(output, answers)
+        return output
+
+    @contextmanager
+    def _following(self, noted: list[Noted], answered: int) -> Iterator[None]:
+        """Around a forward in which the first lists answer, and the others note what they are given."""
+        with ExitStack() as stack:
+            for turn, (listed, notes) in enumerate(zip(self.lists, noted, strict=True)):
+                stack.enter_context(listed.following(notes, looks=turn >= answered))
+            yield
 
 
 class OneExpert:
@@ -273,8 +331,12 @@ class OneExpert:
 
 
 def lead_list(module: nn.Module, listed: ListedExperts) -> None:
-    """Let ``listed`` answer the calls of ``module`` and of its experts."""
-    lead(module, listed)
+    """Let ``listed`` answer the calls of ``module`` and of its experts, after lists that do so already."""
+    led = Marks.of(module).get(Led)
+    if led is not None and isinstance(led.leader, ListsInTurn):
+        led.leader.lists.append(listed)
+    else:
+        lead(module, ListsInTurn(listed))
     for number, expert in enumerate(listed.experts(module)):
         lead(expert, OneExpert(listed, number))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -167,12 +167,15 @@ class _Alone(ListedExperts):
         return torch.cat(found)[torch.cat(parts).argsort()]
 
 
-def try_listed(module: nn.Module, path: str) -> tuple[str, tuple[int, int]]:
-    """Why a module does not route its tokens to a list of experts, "" if it does; and the experts' widths.
+def try_listed(module: nn.Module, *paths: str) -> tuple[str, dict[str, tuple[int, int]]]:
+    """Why a module does not route its tokens to lists of experts, "" if it does; and the experts' widths.
 
     Args:
         module: a copy, with real parameters on the CPU; it is changed.
-        path: of the list in it.
+        paths: of the lists in it.
+
+    Returns:
+        The reason, and by path, in the order of their first calls, the widths of what the lists' experts take and give.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -184,14 +187,14 @@ def try_listed(module: nn.Module, path: str) -> tuple[str, tuple[int, int]]:
     for size, lead in itertools.product(sizes, ((2, 12), (24,))):
         tokens = torch.randn(*lead, size, generator=generator).to(dtype).requires_grad_()
         try:
-            whole, widths = _run_as_written(module, path, tokens)
+            whole, widths = _run_as_written(module, paths, tokens)
         except _Unlike as error:
             why = str(error)
         except Exception as error:
             why = f"its forward does not run on {len(lead) + 1} dims of tokens by themselves ({error})"
         else:
-            return _compare_list(module, path, tokens, whole, widths), widths
-    return why, (0, 0)
+            return _compare_list(module, widths, tokens, whole), widths
+    return why, {}
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:
@@ -211,32 +214,37 @@ class _Unlike(Exception):
     """Raised by a module that runs, but is not a mixture."""
 
 
-def _run_as_written(module: nn.Module, path: str, tokens: Tensor) -> tuple[Any, tuple[int, int]]:
-    """A module's output for tokens, and the widths of its experts' inputs and outputs."""
-    seen: set[tuple[int, int]] = set()
+def _run_as_written(module: nn.Module, paths: Sequence[str], tokens: Tensor) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """A module's output for tokens, and the widths of its experts' inputs and outputs, in the order of their calls."""
+    seen: dict[str, set[tuple[int, int]]] = {}
 
-    def note(expert: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def note(path: str, expert: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if len(args) != 1 or kwargs or not all(isinstance(value, Tensor) for value in (*args, output)):
             raise _Unlike("its experts do not take one tensor and give one")
         if args[0].shape[:-1] != output.shape[:-1]:
             raise _Unlike("its experts do not give a row for each row that they are given")
-        seen.add((args[0].shape[-1], output.shape[-1]))
+        seen.setdefault(path, set()).add((args[0].shape[-1], output.shape[-1]))
 
-    experts = experts_of(module.get_submodule(path))
-    handles = [expert.register_forward_hook(note, with_kwargs=True) for expert in experts]
+    experts = [(path, expert) for path in paths for expert in experts_of(module.get_submodule(path))]
+    handles = [
+        expert.register_forward_hook(functools.partial(note, path), with_kwargs=True) for path, expert in experts
+    ]
     try:
         with torch.random.fork_rng([]), unchanged(module):
             whole = module(tokens)
     finally:
         for handle in handles:
             handle.remove()
-    if len(seen) != 1:
-        raise _Unlike("its experts are not called in its forward" if not seen else "its experts differ in width")
-    return whole, seen.pop()
+    if len(seen) < len(paths):
+        raise _Unlike("its experts are not called in its forward")
+    if any(len(widths) != 1 for widths in seen.values()):
+        raise _Unlike("its experts differ in width")
+    return whole, {path: widths.pop() for path, widths in seen.items()}
 
 
-def _compare_list(module: nn.Module, path: str, tokens: Tensor, whole: Any, widths: tuple[int, int]) -> str:
-    lead_list(module, _Alone("", path, widths, Owners.__new__(Owners)))
+def _compare_list(module: nn.Module, lists: Mapping[str, tuple[int, int]], tokens: Tensor, whole: Any) -> str:
+    for path, widths in lists.items():
+        lead_list(module, _Alone("", path, widths, Owners.__new__(Owners)))
     trained = [tokens, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     try:
         with torch.random.fork_rng([]):
