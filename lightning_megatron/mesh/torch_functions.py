@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from lightning_megatron.mesh.parts.packages import is_users
+from lightning_megatron.mesh.parts.packages import comes_from, is_users
 from lightning_megatron.mesh.replaced import Replacements
 
 _BETWEEN = ("contextlib", "functools", "importlib")  # call code of others
@@ -49,6 +49,20 @@ def frame_of_user(frame: FrameType | None = None) -> FrameType:
 def line_of_frame(frame: FrameType) -> str:
     """The line that a frame is at, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def lines_of_step() -> str:
+    """The user's lines from a step down to what runs, as ``file:line → line``; "" outside of one."""
+    frame: FrameType | None = sys._getframe(1)
+    calls: list[tuple[str, int]] = []
+    while frame is not None and not comes_from(frame, "lightning"):
+        if is_users(frame, *_BETWEEN):
+            calls.insert(0, (frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    files = ["", *(file for file, _ in calls)]
+    return " → ".join(
+        str(line) if file == before else f"{file}:{line}" for (file, line), before in zip(calls, files, strict=False)
+    )
 
 
 def getters(*names: str) -> list[Any]:

@@ -26,7 +26,7 @@ from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.messages.exchange import Numbers
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
-from lightning_megatron.mesh.torch_functions import line_of_user
+from lightning_megatron.mesh.torch_functions import lines_of_step
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 
 
@@ -75,12 +75,12 @@ class Agreement:
         if self.failed:
             here = f"this replica has come to {name}" if number == self._end else f"`{name}` runs"
             there = "have come to an end" if self._end in opened and number != self._end else "run another layer"
-            line = "" if in_backward() else f" The step is at {line_of_user()}."
+            lines = "" if in_backward() else lines_of_step()
             raise UnlikeReplicasError(
                 f"{here} while other replicas {there}: which layers run, or which the loss comes to, depends on the "
                 "batch or on random numbers of a replica. `weight_sharding=True` gathers a layer's weights when it "
                 "runs, forward and backward, so every replica must run the same layers in the same order; pass "
-                f"`weight_sharding=False`.{line}"
+                "`weight_sharding=False`." + (f" This replica is at {lines}." if lines else "")
             )
         if self._gradients is not None:
             self._gradients.launch(min(complete))

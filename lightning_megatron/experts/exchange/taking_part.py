@@ -29,9 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.joint_backwards import JointBackwards
 from lightning_megatron.mesh.messages.passed_on import raw_all_to_all
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.mesh.torch_functions import lines_of_step
 
 DONE, PAUSED, CALLING = range(3)
 
@@ -182,33 +184,41 @@ class Calls:
         return arrived, [*heard, flat[size * width :]]
 
     def _check(self, states: list[int], with_gradients: set[int]) -> None:
+        unlike = self._unlike(states, with_gradients)
+        if unlike:
+            at = dict.fromkeys(objects.gather(lines_of_step() or "the end of the step", self.group))
+            raise RuntimeError(f"{unlike} They are at {', and at '.join(at)}.")
+
+    def _unlike(self, states: list[int], with_gradients: set[int]) -> str:
+        """Why ranks cannot go on together; "" if they can."""
         calling = {state for state in states if state >= CALLING}
         behind = {-state for state in states if state < 0}
         if behind and len(set(states)) > 1:
-            raise RuntimeError(
+            return (
                 f"a replica computes a gradient through `{self._name(max(behind) - CALLING)}` in its step, and another "
                 "one does not. All replicas that share out experts take part in every gradient, so they must ask for "
                 "the same ones (`torch.autograd.grad`) in the same order, or use `expert_parallel_size=1`."
             )
         if len(calling) > 1:
             told = " and ".join(f"`{self._name(state - CALLING)}`" for state in sorted(calling))
-            raise RuntimeError(
+            return (
                 f"replicas that share out experts call {told} at once. All of them take part in every layer, so they "
                 "must call the same ones in the same order: let no layer depend on a replica's own data or draws, or "
                 "use `expert_parallel_size=1`."
             )
         if len(with_gradients) > 1:
-            raise RuntimeError(
+            return (
                 f"a replica calls `{self._name(calling.pop() - CALLING)}` with gradients, and another one under "
                 "`torch.no_grad()`. All replicas that share out experts take part in every backward: let this not "
                 "depend on a replica's own data or draws, or use `expert_parallel_size=1`."
             )
         if calling and any(with_gradients) and len(set(states)) > 1:
-            raise RuntimeError(
+            return (
                 f"a replica calls `{self._name(calling.pop() - CALLING)}` with gradients, and another one has ended "
                 "its step. All replicas that share out experts take part in every layer, so they must call them equally"
                 " often: let no layer depend on a replica's own data or draws, or use `expert_parallel_size=1`."
             )
+        return ""
 
     def _name(self, number: int) -> str:
         return self._names[number % len(self._names)]
