@@ -30,6 +30,7 @@ from lightning_megatron.mesh.watch import waits
 from lightning_megatron.mesh.watch.board import AgreedFailure, Failure
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, be_brief_about_echoes, is_echo, say_instead
 from lightning_megatron.mesh.watch.failure import FailureWatch
+from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.lightning.log_replay import ALREADY_REDUCED
 from lightning_megatron.strategy.options.options import Options
@@ -198,8 +199,13 @@ class Processes:
         return self.mesh.layout.describe(self.mesh.rank)
 
     def reduce(self, value: Any, group: Any | None, operation: Any) -> Any:
-        """A tensor reduced over the data-parallel replicas, or over ``group``; anything else as it is."""
+        """A tensor reduced over the data-parallel replicas, or over ``group``; anything else as it is.
+
+        What another stage has, all replicas of this one lack: there it is reduced, and here nothing is sent.
+        """
         if not isinstance(value, Tensor) or not dist.is_initialized() or group is ALREADY_REDUCED:
+            return value
+        if group is None and isinstance(value, Absent) and value.is_away():
             return value
         return distributed.reduce(value, group or self.mesh.group("data_parallel"), operation)
 
@@ -215,6 +221,8 @@ class Processes:
             return tensor
         if group in (None, dist.group.WORLD, self.mesh.group("world")):
             group = self.mesh.group("data_parallel")
+            if isinstance(tensor, Absent) and tensor.is_away():
+                return tensor.expand(group.size(), *tensor.shape)
         return distributed.all_gather(tensor, group, sync_grads)
 
     def agree(self, decision: bool, *, everyone: bool) -> bool:

@@ -75,6 +75,8 @@ ROWS: list[Any] = [
             ("moving_biasbyattribute", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("moving_biasbybuffer", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),
             ("moving_biasbyattribute", 4, {**PIPE, "expert_parallel_size": 1}, {}),
+            ("gathering_biasbybuffer", 4, PIPE, {}),
+            ("gathering_biasbybuffer", 4, {**PIPE, "pipeline_schedule": "zb-v"}, {}),
             ("gathering_biasbyattribute", 2, {}, {}),
             ("gathering_biasbybuffer", 2, {**TWO, **OWN}, {}),
             ("by_sequence", 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}),

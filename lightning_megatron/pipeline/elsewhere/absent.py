@@ -133,6 +133,10 @@ class Absent(Tensor):
             return RemovableHandle(OrderedDict())  # torch refers to it weakly, as no plain dict allows
         return first._result(func, attribute or name, args, kwargs)
 
+    def is_away(self) -> bool:
+        """Whether code runs now that may not see the zeros, such as a hook's."""
+        return not (self._is_in_step() or self._is_zeros())
+
     def _flag(self, func: Any, requires_grad: bool = True, *_: Any) -> Any:
         """Whether it is trained, asked or said."""
         twin: Any = self.twin
