@@ -167,6 +167,7 @@ def test_a_prefix_that_enters_the_layers_trains_at_a_layout(kind: str, sizes: di
 TIED = ["tied embedding", *(pytest.param(k, marks=pytest.mark.wide) for k in ("tied head", "tied head saved"))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", TIED)
 def test_a_tied_tensor_that_is_adapted_under_one_name_becomes_two(kind: str, folder: Path, tmp_path: Path) -> None:
     path, wanted = trained(kind, folder, **LAYOUT), _alone(kind, folder)

@@ -74,6 +74,7 @@ def test_an_adapter_that_a_hook_merges_for_good_is_refused_where_weights_are_div
         assert ".base_layer` in a hook" in said and "export --merge-adapters`" in said, outcome
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("how", "sizes", "then"),
     [

@@ -122,6 +122,7 @@ def test_the_base_comes_from_files_and_the_adapter_from_its_constructor(
             torch.testing.assert_close(wanted[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["dora", *(pytest.param(kind, marks=wide) for kind in ("norms", "some tokens"))])
 def test_adapters_that_start_from_the_weights_are_refused(kind: str, tmp_path: Path) -> None:
     base_of(kind).save_pretrained(tmp_path)

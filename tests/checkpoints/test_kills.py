@@ -13,6 +13,7 @@ from tests.checkpoints.save_scenarios import background, cannot_write, failing_b
 from tests.harness import run_job, run_trainers
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("grid", "async_save"), [(0, True), pytest.param(1, False, marks=pytest.mark.wide)])
 def test_a_run_killed_at_random_times_ends_with_the_weights_of_an_undisturbed_one(
     grid: int, async_save: bool, tmp_path: Path

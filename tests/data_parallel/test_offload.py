@@ -79,11 +79,13 @@ def test_any_optimizer_that_updates_every_element_by_itself_steps_bucket_by_buck
     same_bits(Setup((1, 1, 1), SMALL, {}, {"optimizer": optimizer}), {"interleave": 2})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=WIDE)])
 def test_sixteen_bits_are_the_same(precision: str) -> None:
     same_bits(Setup((1, 2, 1), SMALL, {"precision": precision}), {"interleave": 2})
 
 
+@pytest.mark.wide
 def test_optimizers_of_whole_matrices_step_in_host_memory(tmp_path: Path) -> None:
     same_bits(Setup((1, 2, 1), SMALL, {}, {"optimizer": "muon"}), True)
     with pytest.raises(JobFailed, match="Muon in files: it needs whole matrices; use `optimizer_offload=True`"):

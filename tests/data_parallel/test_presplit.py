@@ -35,6 +35,7 @@ def test_module_that_splits_itself_over_the_mesh_trains_as_one_process(sizes: An
     assert not found, "\n".join(found[:12])
 
 
+@pytest.mark.wide
 def test_replicas_that_drew_different_weights_start_from_those_of_the_first() -> None:
     outcomes = run_trainers(fit, (2, 2), {}, False, {}, devices=4)
     found = list(compare([outcome.value for outcome in outcomes], one_process(), 1e-9))

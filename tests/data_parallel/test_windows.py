@@ -217,6 +217,7 @@ def test_validation_holds_two_layers_at_a_time(
         assert 0 < max(count["evaluating"]) <= 2 * count["largest"], "a layer, and the next one"
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("module", ["validated twice", "validated unevenly"])
 def test_weights_are_whole_where_replicas_may_validate_on_other_layers(module: str) -> None:
     for value in check(Setup((1, 2, 1), SPREAD, _VALIDATES), module):

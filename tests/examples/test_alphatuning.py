@@ -50,7 +50,7 @@ def scaling(info: RankInfo, options: dict[str, Any] | None) -> Found:
     return trace.losses, {name: weight.detach().clone() for name, weight in weights.items()}, held
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [

@@ -51,6 +51,7 @@ def margins(metrics: list[dict[str, float]]) -> list[float]:
     return [found["margin"] for found in metrics if "margin" in found]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [

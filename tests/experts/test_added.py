@@ -35,7 +35,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("written", "name", "devices", "options"), ROWS, ids=str)
 def test_an_added_balancing_loss_is_that_of_a_step_that_adds_it(written, name, devices, options):
     expected = one_process(fit, written, None, {})

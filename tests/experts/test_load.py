@@ -33,6 +33,7 @@ ROWS: list[Any] = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "devices", "options"), ROWS, ids=str)
 def test_the_load_of_experts_is_that_of_one_process(name, devices, options):
     expected = run_trainers(loads, name, {}, {}, devices=1)[0].value

@@ -110,6 +110,7 @@ ROWS: list[Any] = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("kind", "layout", "arguments"), ROWS)
 def test_training_is_that_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
     expected = one_process(fit, None, {}, kind)
@@ -140,7 +141,7 @@ def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return float(sum((found[name] - value).square().sum() for name, value in wanted.items()) ** 0.5)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["tp2", *(name for name in LAYOUTS if name != "tp2")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_over_a_base_in_bfloat16_are_those_of_one_process(kind: str, name: str) -> None:

@@ -20,6 +20,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 QUICK = {("stages", "hidden_states"), ("stages", "segmentation"), ("stages", "answers")}
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

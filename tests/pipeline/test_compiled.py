@@ -17,7 +17,7 @@ from tests.pipeline.compile_scenarios import compiled
 EAGER = {"backend": "aot_eager"}  # everything but the C++ compiler, which takes its time
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("config", "sizes", "devices"),
     [

@@ -49,6 +49,7 @@ def test_with_a_seed_split_and_whole_modules_start_bit_for_bit_alike(kind: str, 
     assert_identical(run(layout, kind, late, True, None)[0][0], alone(kind, late, True, None))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -67,6 +68,7 @@ def test_built_without_memory_a_module_starts_as_if_it_had_been_built_whole(kind
 MIB = 2**20
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("layout", "in_hook"), [((1, 2), True), pytest.param((2, 2), False, marks=pytest.mark.wide)])
 def test_a_process_needs_its_part_and_a_tensor_or_two_to_start(layout: tuple[int, int], in_hook: bool) -> None:
     """32 layers of 8 MiB: 256 MiB in a process that builds all of it."""

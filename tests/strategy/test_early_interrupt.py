@@ -83,6 +83,7 @@ def pressed(folder: Path, when: str, sign: str) -> list[str]:
     return [line for line in said.replace("^C", "").splitlines() if line.strip()]
 
 
+@pytest.mark.wide
 @pytest.mark.launch
 @pytest.mark.skipif(not hasattr(os, "forkpty"), reason="needs a terminal")
 def test_ctrl_c_before_the_ranks_have_met_ends_all_with_one_line(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_other_precisions_stay_as_close_as_their_digits(precision: str, toleranc
         assert outcome.value == pytest.approx(plain.value, abs=tolerance)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("layout", "tensor"), [((2, 1), 1), ((1, 1), 2)])
 def test_a_module_goes_from_one_trainer_to_the_next(layout: Any, tensor: int) -> None:
     expected = one_process(habits.two_trainers)
@@ -81,6 +82,7 @@ def test_a_part_of_a_module_is_not_taken_for_a_whole_one() -> None:
         assert "`tensor_parallel_size=2` by an earlier run" in f"{outcome.error}{outcome.output}", outcome
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_buffers_that_a_step_fills_are_those_of_one_process_on_every_rank(stages: int) -> None:
     # In one micro-batch, since a mean over a batch is not one over its parts.

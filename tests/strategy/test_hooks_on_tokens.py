@@ -164,7 +164,7 @@ def test_what_hooks_keep_and_change_under_sequence_parallelism_is_of_all_tokens(
     check(kind, (1, 1))
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [Detached, Writes])
 def test_what_hooks_keep_on_several_stages_is_of_all_tokens(kind: type[Keeps]) -> None:
     check(kind, (2, 1))

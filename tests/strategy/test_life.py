@@ -16,6 +16,7 @@ WHOLE = {"micro_batch_size": "auto"}
 BOTH = pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=["pp2", "pp2xdp2"])
 
 
+@pytest.mark.everyday(1)
 @BOTH
 def test_every_kind_of_logged_value_arrives_in_every_view(layout: tuple[int, int]) -> None:
     compare_scenario(logging.everything_logged, layout)
@@ -56,6 +57,7 @@ def test_one_process_refuses_a_log_at_the_line_that_makes_it() -> None:
     assert run_trainers(logging.refused_at_the_line, (1, 1), WHOLE, devices=1)[0].value == reference
 
 
+@pytest.mark.everyday(1)
 @BOTH
 def test_a_padded_token_mean_is_exact_with_a_loss_weight(layout: tuple[int, int]) -> None:
     compare_scenario(logging.padded_mean, layout)
@@ -66,6 +68,7 @@ def test_a_loss_weight_counts_over_replicas_that_cut_nothing(uncut: Any) -> None
     compare_scenario(logging.padded_mean, (1, 2), micro_batch_size=uncut)
 
 
+@pytest.mark.everyday(1)
 @BOTH
 def test_hooks_are_called_in_the_order_and_number_of_one_process(layout: tuple[int, int]) -> None:
     compare_scenario(life.hooks_called, layout)

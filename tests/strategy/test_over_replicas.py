@@ -43,6 +43,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
 def test_losses_of_replicas_count_as_in_one_process(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
     count_as_one_process(trained, name, layout, arguments)

@@ -35,6 +35,7 @@ CPU = Cluster(Gpu("CPU", "ampere", 1e11, 0.0, 4e9, 1e10, 1), nvlink=2e9, network
 PAIRS = (Level("node", (2, 2), 1e10), Level("cluster", (4,), 1e8))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["whole", "late"])
 def test_a_layout_is_planned_from_the_module_its_loader_and_the_processes(kind: str) -> None:
     settings: dict[str, Any] = {"layout": "auto", "layout_options": {"cluster": CPU, "tensor": 1, "pipeline": 2}}
@@ -52,6 +53,7 @@ def test_the_planned_layout_trains_to_the_losses_of_one_process() -> None:
         assert outcome.value["losses"] == pytest.approx(single["losses"], abs=1e-5)
 
 
+@pytest.mark.wide
 def test_processes_are_numbered_so_that_the_heaviest_traffic_stays_in_a_node() -> None:
     """Transfers between stages outweigh gradients here, so each pipeline lies within a node."""
     settings: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 16}
@@ -240,7 +242,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize("changed", RUNS, ids=lambda changed: "-".join(changed))
 def test_recipes_train_to_the_losses_of_one_process(changed: dict[str, Any]) -> None:
     recipe = Recipe(**changed, global_batch=8 * changed.get("data", 1), precision="fp32")

@@ -21,6 +21,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("grid", "rank", "on_exception"), GRIDS)
 def test_a_request_to_stop_on_one_rank_saves_and_ends_all(
     grid: Grid, rank: int, on_exception: bool, tmp_path: Path

@@ -101,9 +101,11 @@ assert "megatron" not in StrategyRegistry
 """
 
 
+@pytest.mark.wide
 def test_nothing_waits_for_lightning_any_more_once_it_is_forgotten() -> None:
     subprocess.run([sys.executable, "-c", WAITING], check=True, timeout=120, env=environment())
 
 
+@pytest.mark.wide
 def test_lightning_gets_its_own_functions_back() -> None:
     subprocess.run([sys.executable, "-c", f"{IMPORTS[0]}\n{FORGET}"], check=True, timeout=120, env=environment())

@@ -38,7 +38,7 @@ def _ranks(sizes: dict[str, Any]) -> int:
     return ranks
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("config", "sizes"), LAYOUTS)
 def test_flops_of_a_step_are_those_of_one_process_and_nothing_is_computed_otherwise(
     config: str, sizes: dict[str, Any]

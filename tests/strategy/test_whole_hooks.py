@@ -59,7 +59,7 @@ def compare(kind: str, layout: str, batches: int = 1) -> None:
         assert expected and not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("kind", "layout"), ROWS)
 def test_hooks_and_steps_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
     compare(kind, layout)
@@ -93,6 +93,7 @@ def test_what_would_differ_from_one_process_is_refused(kind: str, complaint: str
         assert complaint in f"{outcome.error}{outcome.trace}{outcome.output}", outcome.rank
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "tensor"), [("removed", 2), ("around", 2), ("shaped", 2), pytest.param("centred", 2, marks=WIDE)]
 )
@@ -104,6 +105,7 @@ def test_hooks_on_split_layers_do_what_they_do_in_one_process(kind: str, tensor:
         assert not list(differences("", outcome.value, wanted, 1e-9)), outcome.rank
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [

@@ -69,7 +69,7 @@ def check_memory(predicted: Memory, real: dict[str, int], tensors: int) -> None:
     assert predicted.activations == pytest.approx(real["activations"], rel=0.1)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [(GRID, 4), pytest.param(INTERLEAVED, 4, marks=WIDE), (RECOMPUTED, 2), (REPLICAS, 2), (ONE_BACKWARD, 2)],
