@@ -277,6 +277,10 @@ class Rebuilds(TokenTask):
             net.compile(backend="eager")
         elif self.what == "linear":
             net.layers[0].mlp[0] = nn.Linear(HIDDEN, 2 * HIDDEN, dtype=torch.float64)
+        elif self.what == "side":
+            split: Any = net.layers[0].mlp[0]
+            split.side = nn.Linear(HIDDEN, 2 * HIDDEN, dtype=torch.float64)
+            split.register_forward_hook(lambda module, given, output: output + module.side(given[0]))
         elif self.what == "norm":
             net.final_norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
             nn.init.constant_(net.final_norm.weight, 0.5)
@@ -347,7 +351,10 @@ MODULES: dict[str, Callable[[], Any]] = {
     "plain": lambda: TokenTask(LearnedPositions()),
     **{f"loads_{where}": partial(Loads, where) for where in ("unfrozen", "step", "late")},
     **{what: partial(Renews, what) for what in ("added", "listed", "renamed")},
-    **{f"rebuilt_{what}": partial(Rebuilds, what) for what in ("layers", "layer", "compiled", "compiles", "linear")},
+    **{
+        f"rebuilt_{what}": partial(Rebuilds, what)
+        for what in ("layers", "layer", "compiled", "compiles", "linear", "side")
+    },
 }
 
 

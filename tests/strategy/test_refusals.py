@@ -102,6 +102,7 @@ def test_a_copy_of_slices_is_refused_in_the_hook_that_makes_it() -> None:
         pytest.param("compiled", 2, ["`net` is compiled in a hook", "Compile it in `__init__`"], marks=WIDE),
         pytest.param("compiles", 1, ["`net` is compiled in a hook", "Compile it in `__init__`"], marks=WIDE),
         ("linear", 2, ["`net.layers.0.mlp.0` was given another module in a hook", "`tensor_parallel_size=1`"]),
+        pytest.param("side", 2, ["`net.layers.0.mlp.0.side` was added in a hook, after the division"], marks=WIDE),
     ],
 )
 def test_a_module_that_a_hook_puts_into_a_divided_one_is_refused(what: str, tensor: int, wanted: list[str]) -> None:

@@ -67,6 +67,7 @@ class LateModules:
         self._stages = presence.stages
         self._cut = presence.layer_names()
         self._split = {parent(name) for name, entry in presence.entries.items() if entry.is_slice}
+        self._near_split = {parent(part) for part in self._split}
         self._names = {child: name for name, child in module.named_modules()} if wanted else {}
         kinds = {type(child) for child, name in self._names.items() if name in self._split}
         self._kinds = tuple(kind for kind in kinds if comes_from(kind, PACKAGE))
@@ -98,7 +99,9 @@ class LateModules:
                 f"{_EARLIER}, or use `pipeline_parallel_size=1`."
             )
         if name in self._split:
-            self._replaced.append(name)
+            self._replaced.append(f"`{name}` was given another module in a hook, after the division of its weight")
+        elif self._near_split.intersection((above, parent(above))):
+            self._replaced.append(f"`{name}` was added in a hook, after the division of the weights beside it")
         other = self._names.get(child, name)
         if before is not None and other != name and not self._in_step:
             self._refuse_other(name, other)
@@ -140,9 +143,8 @@ class LateModules:
                 error.add_note(_compiled(late[0]))
             if self._replaced:
                 error.add_note(
-                    f"`{self._replaced[0]}` was given another module in a hook, after the division of its weight over "
-                    f"tensor-parallel ranks: the modules around it keep their parts. {_EARLIER}, or use "
-                    "`tensor_parallel_size=1`."
+                    f"{self._replaced[0]} over tensor-parallel ranks: the modules around it keep their parts. "
+                    f"{_EARLIER}, or use `tensor_parallel_size=1`."
                 )
             raise
         finally:
