@@ -77,6 +77,18 @@ class Decided(Task):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Keeps(Decided):
+    """Decides what it keeps, by the loss."""
+
+    worst = 9.0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        if loss.item() > self.worst:
+            self.worst = loss.item()
+        return loss
+
+
 class ByAccuracy(Decided):
     """By how many are right, in Python."""
 
@@ -84,6 +96,25 @@ class ByAccuracy(Decided):
         logits = self(x)
         right = (logits.argmax(-1) == y).sum().item() / y.numel()
         return (1.0 if right > 0.12 else 0.5) * F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class ByFloat(Decided):
+    """By a number that torch does not let us follow."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        value = float(loss.detach())
+        if value > 2.75:
+            loss = 2 * loss
+        return 0.5 * loss
+
+
+class ByArray(Decided):
+    """By one of NumPy's."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        return loss if loss.detach().numpy() > 2.75 else 0.5 * loss
 
 
 class Ignores(Task):
@@ -131,13 +162,17 @@ class BySample(Gaps):
             print("a number is none")
         if self.limit.item() > 0.2:
             loss = loss + 0.1 * pooled.square().mean()
+        value, share = float(loss.detach()), float(positive.mean())
+        self.log("value", value)
+        print(f"{value}, {share}")
         self.log("positive", positive.mean().item())
         self.log("large", (logits.detach() > 0.1).double().mean())
         return loss
 
 
 GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean)
-KINDS = {kind.__name__: kind for kind in (*GAPS, Decided, ByAccuracy, Ignores, Masks, BySample)}
+DECIDED = (Decided, ByAccuracy, ByFloat, ByArray, Keeps)
+KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, Ignores, Masks, BySample)}
 EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
 
 
@@ -184,3 +219,12 @@ def test_samples_that_are_left_out_before_the_layers_are_named(pipeline: int) ->
         assert not list(differences("weights", outcomes[0].value, expected, 1e-9)), outcomes[0].output
     else:
         assert any("for a batch of 8 samples and (1, 6, 8) for 2 of them" in str(one.error) for one in outcomes)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Decided", *(pytest.param(kind, marks=WIDE) for kind in ("Gaps", "BySample", "Keeps"))]
+)
+def test_replicas_are_told(kind: str) -> None:
+    outcomes = run_trainers(train, (1, 2), kind, {"micro_batch_size": "auto"}, devices=2, check=False)
+    said = re.sub(r"\s+", " ", "".join(f"{outcome.error}\n{outcome.output}" for outcome in outcomes))
+    assert ("Each of the 2 replicas has that number of its own samples" in said) == (kind in ("Decided", "Gaps")), said

@@ -33,7 +33,7 @@ from lightning_megatron.strategy.loss.trials.counting import (
     functions_called,
     number_of,
 )
-from lightning_megatron.strategy.loss.trials.taken_numbers import decides
+from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at
 
 _BEND = functions_called(
     *("abs", "absolute", "abs_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max"),
@@ -46,6 +46,7 @@ _OF_TWO = functions_called("max", "min")
 _SAID = {
     "corner": "the loss of `training_step` bends at a number of the batch",
     "decision": "`training_step` decides something by a number of the batch",
+    "choice": "`training_step` decides something by a number of the batch",
     "count": "the loss of `training_step` counts what it finds in the batch by comparing numbers",
 }
 
@@ -55,11 +56,11 @@ class Bend(NamedTuple):
 
     Attributes:
         line: of the user's code.
-        kind: a corner; a decision, which may be about what the step keeps instead; or a count.
+        kind: a corner; a choice of what is returned; a decision that may be about what the step keeps instead; a count.
     """
 
     line: str
-    kind: Literal["corner", "decision", "count"]
+    kind: Literal["corner", "choice", "decision", "count"]
 
     def __str__(self) -> str:
         return f"{_SAID[self.kind]} ({self.line})"
@@ -175,11 +176,12 @@ class Bends(TorchFunctionMode):
 
     def _note_decided(self, asked: Any) -> None:
         for found, bend, value in self._compared:
-            if found is asked and decides(frame_of_user()):
-                self._add(bend, 1, value)
+            if found is asked and (kind := decided_at(frame_of_user())):
+                self._add(bend._replace(kind=kind), 1, value)
 
-    def _note_decision(self, asked: Asked) -> None:
-        self._add(Bend(asked.line, "decision"), asked.entries, asked.value)
+    def _note_decision(self, asked: Asked, kind: Decided) -> None:
+        if kind:
+            self._add(Bend(asked.line, kind), asked.entries, asked.value)
 
     def _add(self, bend: Bend, entries: int, value: float) -> None:
         met = self._met.setdefault(bend, _Met())

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_user, line_of_frame
-from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt, decides
+from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
+from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt
 
 _ORDERS = ("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal")
 _EQUAL = ("eq", "ne", "not_equal", "__eq__", "__ne__")
@@ -46,7 +47,7 @@ def functions_called(*names: str) -> frozenset[Any]:
 ORDERS = functions_called(*_ORDERS, *(f"__{name}__" for name in ("gt", "lt", "ge", "le")))
 """Comparisons of more and less."""
 
-DECIDES = functions_called("__bool__", "item", "__float__", "__int__")
+DECIDES = functions_called("__bool__", "item", "__float__", "__int__", "numpy", "__array__")
 """Functions that take a number out of a tensor."""
 
 _COMPARISONS = ORDERS | functions_called(*_EQUAL, *_FINITE, "isclose")
@@ -84,7 +85,7 @@ class Counting:
         constants: that integers were compared with.
     """
 
-    def __init__(self, module: nn.Module, decide: Callable[[Asked], None]) -> None:
+    def __init__(self, module: nn.Module, decide: Callable[[Asked, Decided], None]) -> None:
         self._module, self._decide, self._open = module, decide, False
         self._own: set[int] = set()
         self.nodes: list[tuple[Any, Asked]] = []
@@ -124,18 +125,22 @@ class Counting:
         """Take note of a comparison of a number that was taken out of a tensor, in Python."""
         frame = sys._getframe(3)
         whole = number.as_float.is_integer() and isinstance(other, (int, float)) and float(other).is_integer()
-        if self._open and (number.graded or not whole) and decides(frame):
-            self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float))
+        if self._open and (number.graded or not whole):
+            self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float), decided_at(frame))
 
     def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
+        """Take note of a number that leaves torch, followed where Python lets it be."""
         if isinstance(found, bool):
-            if asked is not None and decides(frame_of_user()):
-                self._decide(asked)
-            return found
-        if func not in _ITEM or self._is_own(tensor):
-            return found
-        kind = {float: TakenFloat, int: TakenInt}.get(type(found))
-        return found if kind is None else kind(found).by(self.compared, asked, graded=tensor.requires_grad)
+            if asked is not None:
+                self._decide(asked, decided_at(frame_of_user()))
+        elif func not in _ITEM and not self._is_own(tensor):
+            if asked is not None or (tensor.is_floating_point() and tensor.numel() == 1):
+                number = asked or Asked(_here(func), 1, number_of(tensor))
+                self._decide(number, decided_later(frame_of_user(), counts=asked is not None))
+        elif func in _ITEM and isinstance(found, (float, int)) and not self._is_own(tensor):
+            kind = TakenFloat if isinstance(found, float) else TakenInt
+            return kind(found).by(self.compared, asked, graded=tensor.requires_grad)
+        return found
 
     def _is_own(self, tensor: Tensor) -> bool:
         """Whether the module has it."""

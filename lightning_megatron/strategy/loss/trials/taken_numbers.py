@@ -8,16 +8,9 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from collections.abc import Callable
-from types import CodeType, FrameType
 from typing import Any, Self
-
-from lightning_megatron.mesh.parts.packages import METRICS, is_users
-from lightning_megatron.pipeline.cut.syntax import definition_in
-
-_SAYS = frozenset({"print", "warn", "debug", "info", "warning", "error", "log"})
 
 
 class Taken:
@@ -104,37 +97,3 @@ for _kind, _plain in ((TakenFloat, float), (TakenInt, int)):
         setattr(_kind, f"__{_name}__", _computing(_plain, f"__{_name}__"))
     for _name in ("lt", "le", "gt", "ge"):
         setattr(_kind, f"__{_name}__", _comparing(_plain, f"__{_name}__"))
-
-
-def decides(frame: FrameType) -> bool:
-    """Whether the line that a frame is at may decide what the loss is: not in a metric, nor where it decides no more
-    than whether to go on, or to say something.
-    """
-    return is_users(frame, METRICS) and not _only_refuses(frame)
-
-
-def _only_refuses(frame: FrameType) -> bool:
-    statement = _statement(frame.f_code, frame.f_lineno)
-    if isinstance(statement, ast.If):
-        return not statement.orelse and all(map(_ends_or_says, statement.body))
-    return isinstance(statement, ast.Assert)
-
-
-@functools.lru_cache(maxsize=1024)
-def _statement(code: CodeType, line: int) -> ast.stmt | None:
-    """The innermost condition of a function's code at a line; ``None`` where there is none."""
-    definition, found = definition_in(code), None
-    for node in () if definition is None else ast.walk(definition):
-        if isinstance(node, (ast.If, ast.Assert)):
-            last = node.test.end_lineno or node.lineno
-            if node.lineno <= line - code.co_firstlineno + 1 <= last:
-                found = node
-    return found
-
-
-def _ends_or_says(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        called = statement.value.func
-        return (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in _SAYS
-    nothing = isinstance(statement, ast.Return) and getattr(statement.value, "value", None) is None
-    return isinstance(statement, (ast.Raise, ast.Pass)) or nothing

@@ -1,0 +1,148 @@
+"""Decisions in a step's code, read from its source: what a condition may change, and whether a number is compared.
+
+A condition on a number of the batch may choose what the loss is, or what the step keeps, or only stop the run::
+
+    loss = loss if loss > 3 else 0.5 * loss      a choice
+    if loss > self.worst: self.worst = loss      a decision about what is kept
+    if loss > 1e4: raise ValueError(...)         neither
+
+A number that ``float`` takes out of a tensor is followed by its name, through the function that takes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
+from typing import Literal
+
+from lightning_megatron.mesh.parts.packages import METRICS, is_users
+from lightning_megatron.pipeline.cut.syntax import definition_in
+
+Decided = Literal["", "decision", "choice"]
+"""Nothing; something that may be about what the step keeps; something that goes into what it returns."""
+
+_SAYS = frozenset({"print", "warn", "debug", "info", "warning", "error", "log", "log_dict"})
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_CONDITIONS = (ast.If, ast.While, ast.Assert)
+
+
+def decided_at(frame: FrameType) -> Decided:
+    """What the condition at the line of a frame may change; in a metric's code nothing.
+
+    Args:
+        frame: where a number is compared, or asked for its truth.
+    """
+    return _decided(frame.f_code, frame.f_lineno) if is_users(frame, METRICS) else ""
+
+
+def decided_later(frame: FrameType, *, counts: bool) -> Decided:
+    """What a number may change that the line of a frame takes out of a tensor, by ``float`` or the like.
+
+    Args:
+        frame: where it is taken.
+        counts: whether it is a count, which matters wherever it is used, and not in comparisons alone.
+    """
+    return _used(frame.f_code, frame.f_lineno, counts) if is_users(frame, METRICS) else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _decided(code: CodeType, line: int) -> Decided:
+    definition = definition_in(code)
+    if definition is None:
+        return "decision"
+    statement = _statement_at(definition, line - code.co_firstlineno + 1)
+    return "decision" if statement is None else _changed_by(statement)
+
+
+@functools.lru_cache(maxsize=1024)
+def _used(code: CodeType, line: int, counts: bool) -> Decided:
+    definition = definition_in(code)
+    statement = None if definition is None else _statement_at(definition, line - code.co_firstlineno + 1)
+    if definition is None or statement is None:
+        return ""
+    names = _names_set_by(statement)
+    users = [each for each in _statements(definition) if each is not statement and names & _names_in(_heads(each))]
+    found = [statement, *users] if counts or not names else users
+    if not counts:
+        found = [each for each in [statement, *users] if any(map(_compares, _heads(each)))]
+    kinds = [_changed_by(each) for each in found if not (counts and each is statement and names)]
+    return max(kinds, key=["", "decision", "choice"].index, default="")
+
+
+def _statement_at(definition: ast.AST, line: int) -> ast.stmt | None:
+    """The innermost statement whose own code, without the statements in it, has a line."""
+    found = None
+    for statement in _statements(definition):
+        spans = ((head.lineno, head.end_lineno or head.lineno) for head in _heads(statement))
+        if any(first <= line <= last for first, last in spans):
+            found = statement
+    return found
+
+
+def _statements(definition: ast.AST) -> Iterator[ast.stmt]:
+    return (node for node in ast.walk(definition) if isinstance(node, ast.stmt) and node is not definition)
+
+
+def _heads(statement: ast.stmt) -> list[ast.expr]:
+    """Expressions of a statement, without those of the statements in it."""
+    return [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.expr)]
+
+
+def _changed_by(statement: ast.stmt) -> Decided:
+    if isinstance(statement, ast.Assert) or _only_says(statement):
+        return ""
+    if isinstance(statement, (ast.If, ast.While)):
+        inside = [*statement.body, *statement.orelse]
+        if not statement.orelse and all(map(_ends_or_says, inside)):
+            return ""
+        return "choice" if any(map(_goes_on, inside)) else "decision"
+    return "choice" if _goes_on(statement) else "decision"
+
+
+def _goes_on(statement: ast.stmt) -> bool:
+    """Whether it sets a variable, or returns something."""
+    parts = [part for part in ast.walk(statement) if isinstance(part, ast.stmt)]
+    sets = any(isinstance(target, ast.Name) for part in parts for target in _targets(part))
+    return sets or any(isinstance(part, ast.Return) and not _is_none(part.value) for part in parts)
+
+
+def _targets(statement: ast.stmt) -> Iterable[ast.expr]:
+    found = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return [part for target in found if target is not None for part in getattr(target, "elts", [target])]
+
+
+def _names_set_by(statement: ast.stmt) -> set[str]:
+    return {getattr(target, "id", getattr(target, "attr", "")) for target in _targets(statement)} - {""}
+
+
+def _names_in(heads: Iterable[ast.AST]) -> set[str]:
+    nodes = (node for head in heads for node in ast.walk(head))
+    return {getattr(node, "id", getattr(node, "attr", "")) for node in nodes} - {""}
+
+
+def _compares(node: ast.AST) -> bool:
+    """Whether an expression compares numbers by size."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Compare) and any(isinstance(op, _ORDERS) for op in part.ops):
+            return True
+        if isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("min", "max"):
+            return True
+    return False
+
+
+def _ends_or_says(statement: ast.stmt) -> bool:
+    ends = isinstance(statement, ast.Return) and _is_none(statement.value)
+    return ends or isinstance(statement, (ast.Raise, ast.Pass)) or _only_says(statement)
+
+
+def _only_says(statement: ast.stmt) -> bool:
+    called: Callable[..., object] | ast.AST | None = None
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called = statement.value.func
+    return getattr(called, "attr", getattr(called, "id", "")) in _SAYS
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
