@@ -72,6 +72,43 @@ class Smallest(Flooded):
         return torch.minimum(F.cross_entropy(logits.flatten(0, 1), y.flatten()), 25 * logits.square().mean())
 
 
+class Early(Flooded):
+    """A penalty of what comes before the layers, on another stage than the loss."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        penalty = (h.square().mean() - 0.65).clamp(min=0)
+        for layer in self.layers:
+            h = layer(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten()) + 9 * penalty
+
+
+class Kept(Flooded):
+    """The first layer keeps one, on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Penalised, self.layers))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        penalty: Tensor = self.layers[0].penalty  # type: ignore[assignment]
+        return loss + 9 * penalty
+
+
+class Penalised(nn.Module):
+    """A layer with a penalty of its output, from some size on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.penalty = layer, torch.zeros((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.penalty = F.relu(x.square().mean() - 0.1)
+        return x
+
+
 class BySample(Flooded):
     """Corners, each at a number of a sample, a token or a weight; and a condition on a weight."""
 
@@ -90,7 +127,9 @@ class BySample(Flooded):
         return rows.mean() + F.l1_loss(logits, torch.zeros_like(logits)) + 0.01 * weights
 
 
-KINDS = {kind.__name__: kind for kind in (Flooded, FreeBits, Decided, ByAccuracy, ByMean, Smallest, BySample)}
+KINDS = {
+    kind.__name__: kind for kind in (Flooded, FreeBits, Decided, ByAccuracy, ByMean, Smallest, Early, Kept, BySample)
+}
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -101,7 +140,9 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
 @pytest.mark.parametrize(
     ("kind", "layout", "arguments"),
     [
-        pytest.param(kind, layout, arguments, marks=() if (kind, at) in {("Decided", 0), ("BySample", 0)} else WIDE)
+        pytest.param(
+            kind, layout, arguments, marks=() if (kind, at) in {("Decided", 0), ("Early", 0), ("BySample", 0)} else WIDE
+        )
         for kind in KINDS
         for at, (layout, arguments) in enumerate(
             [

@@ -89,17 +89,27 @@ class Finding:
     undecided: str = ""
     bends: Bend | None = None
 
-    def settle(self, writes: str, draws: str = "", undecided: str = "", *, exact: bool, weigh: Any = None) -> None:
+    def settle(
+        self,
+        writes: str | None,
+        draws: str | None = None,
+        undecided: str | None = None,
+        bends: Bend | None = None,
+        *,
+        exact: bool,
+        weigh: Any = None,
+    ) -> None:
         """Take over what all ranks have found.
 
         Args:
-            writes: see above.
+            writes: see above; ``None`` for nothing.
             draws: likewise.
             undecided: likewise.
+            bends: likewise.
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
             weigh: what loss and logs are weighed by, where the user says so.
         """
-        self.writes, self.draws, self.undecided = writes, draws, undecided
+        self.writes, self.draws, self.undecided, self.bends = writes or "", draws or "", undecided or "", bends
         for key, ways in self.logs.items():
             strict = exact and key in self.wide
             floor = _ROUNDING[torch.float64] if strict else self.rounding  # below which the usual way is the likeliest
@@ -109,6 +119,7 @@ class Finding:
             self.fits = {way: off for way, off in self.fits.items() if off <= _EXACT * scale}
         if weigh is not None:
             self.fits, self.logs, self.tells, self.opaque, self.failed = {weigh: 0.0}, {}, True, False, ""
+            self.bends = None if bends is None or bends.kind == "count" else bends  # counts are what the user knows
 
     def joined(self, others: Sequence[Finding]) -> Finding:
         """The findings that all share."""
@@ -131,7 +142,6 @@ class Finding:
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
             failed=next((one.failed for one in every if one.failed), ""),
             gathers=any(one.gathers for one in every),
-            bends=next((one.bends for one in every if one.bends), None),
         )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -106,36 +106,44 @@ class Bends(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return self._counting.note(func, found, args, kwargs)
 
+    def begin(self, piece: int) -> Self:
+        """Before the run of a piece, of which a rank with several stages has several.
+
+        Args:
+            piece: its number.
+        """
+        self._met = self._pieces.setdefault(piece, {})
+        return self
+
     def __enter__(self) -> Any:
-        self._nodes, self._compared, self._met = [], [], {}
+        self._nodes, self._compared = [], []
         self._counting.begin()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is not None:  # where a stage ends its run; the graph goes
-            self._nodes, self._compared = [], []
-            self._counting.end()
+            self.end()
 
-    def end(self, piece: int, output: Any) -> None:
+    def end(self, output: Any = None) -> None:
         """After it: of what bends, that remains from which the loss was computed.
 
+        A stage that ends before the loss tells all: it does not know what of it goes on to the loss.
+
         Args:
-            piece: its number.
-            output: of the step, with its graph.
+            output: of the step, with its graph; ``None`` where a stage has ended its run.
         """
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            return
         nodes: dict[Any, list[tuple[Bend, int, float]]] = {}
         for node, bend, entries, value in self._nodes:
             nodes.setdefault(node, []).append((bend, entries, value))
         for node, asked in self._counting.nodes:
             nodes.setdefault(node, []).append((Bend(asked.line, "count"), asked.entries, asked.value))
-        for node in graph_behind([loss.grad_fn] if nodes else ()):
+        behind = graph_behind([loss.grad_fn] if nodes else ()) if isinstance(loss, Tensor) else list(nodes)
+        for node in behind:
             for each in nodes.get(node, ()):
                 self._add(*each)
-        self._pieces[piece], self._nodes, self._compared = self._met, [], []
+        self._nodes, self._compared = [], []
         self._counting.end()
 
     def of_batch(self, both: int, parts: Sequence[int]) -> Bend | None:

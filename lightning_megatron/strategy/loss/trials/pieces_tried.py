@@ -76,6 +76,7 @@ class ToldOfTrial(NamedTuple):
         kept: what :meth:`.OverReplicas.kept_kinds` gives.
         undecided: see :class:`.Finding`.
         disproved: a value that comes together in another way than in earlier trials, or "".
+        bend: see :class:`.Finding`; of this stage.
     """
 
     own: tuple[list[Name], bool]
@@ -89,6 +90,12 @@ class ToldOfTrial(NamedTuple):
     kept: Mapping[Name, Any]
     undecided: str
     disproved: str
+    bend: Bend | None
+
+    @property
+    def of_batch(self) -> tuple[str, str, str, Bend | None]:
+        """Reasons why a batch has to stay whole, as :meth:`.Finding.settle` takes them."""
+        return self.disproved or self.writes, self.draws.apart, self.undecided, self.bend
 
 
 class Joins:
@@ -199,9 +206,9 @@ class Tried:
             recording = self._recording.step(self._counts_as)
             with recording as recorder, self.kept.of(index), self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
-                with self._bends:
+                with self._bends.begin(index):
                     output = self._call(whole_copy(part))
-                self._bends.end(index, output)
+                self._bends.end(output)
                 return map_tensors(output, torch.detach)
         except Exception as error:
             if (

@@ -271,11 +271,13 @@ class LossTrials:
         alone = self._stages.may_run_around and not inside and middle is None
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
-        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved
+        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, tried.bend
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
-        every = zip(*((one.disproved or one.writes, one.draws.apart, one.undecided) for one in told), strict=True)
+        every = zip(
+            *((one.disproved or one.writes, one.draws.apart, one.undecided, one.bend) for one in told), strict=True
+        )
         exact = not any(one.draws.narrow for one in told)
-        found.settle(*(next(filter(None, each), "") for each in every), exact=exact, weigh=self._weigh)
+        found.settle(*(next(filter(None, each), None) for each in every), exact=exact, weigh=self._weigh)
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
         self._flat = self._flat if found.tells else self._steps  # the latest step whose losses told nothing
@@ -365,7 +367,7 @@ class LossTrials:
             TrialRun(float(loss.detach()), narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
             for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
-        found = replace(joins.finding(runs, tried.constants), failed=tried.failed, gathers=gathers, bends=tried.bend)
+        found = replace(joins.finding(runs, tried.constants), failed=tried.failed, gathers=gathers)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)
