@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
-from tests.strategy.loss_modules import BATCH, STEPS, Task, tokens
+from tests.strategy.loss_modules import BATCH, STEPS, VOCABULARY, Task, tokens
 
 WIDE = pytest.mark.wide
 
@@ -64,6 +64,27 @@ class NanMean(Gaps):
     def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
         each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
         return (each + 0 * numbers).nanmean()
+
+
+class Filtered(Gaps):
+    """In a loop over the samples."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
+        kept = [row for row, number in zip(each, numbers, strict=True) if not number.isnan()]
+        return torch.stack(kept).mean()
+
+
+class Skipped(Gaps):
+    """By turns of one that do not count."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each, total, count = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1), 0.0, 0
+        for row, number in zip(each, numbers, strict=True):
+            if number > 0.95 or number.isnan():
+                continue
+            total, count = total + row, count + 1
+        return total / count  # type: ignore[return-value]
 
 
 class Decided(Task):
@@ -138,6 +159,25 @@ class Masks(Ignores):
         return (each * mask).sum() / mask.sum()
 
 
+class IsIn(Ignores):
+    """The same as one of several."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none")
+        return each[~torch.isin(y, torch.tensor([0, 7]))].mean()
+
+
+class Rare(Ignores):
+    """It counts four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(VOCABULARY).index_fill(0, torch.tensor(7), 4.0).double())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y, weight=self.weights)
+
+
 class BySample(Gaps):
     """Comparisons that choose among a sample's own numbers, or are for the log alone, or stop the run."""
 
@@ -153,6 +193,7 @@ class BySample(Gaps):
         pooled = (logits * positive).sum(1) / positive.sum(1).clamp(min=1)
         each = torch.where(numbers > 0.5, 2 * each.mean(1), each.mean(1))
         margin = (pooled.mean(1) > 0.3) * pooled.mean(1)
+        each = torch.stack([2 * row if number > 0.6 else row for row, number in zip(each, numbers, strict=True)])
         rows = torch.cat([row[None] if row.item() > 2.8 else 0.9 * row[None] for row in each])
         loss = rows.mean() + margin.mean()
         assert not torch.isnan(logits).any()
@@ -170,9 +211,10 @@ class BySample(Gaps):
         return loss
 
 
-GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean)
+GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean, Filtered, Skipped)
 DECIDED = (Decided, ByAccuracy, ByFloat, ByArray, Keeps)
-KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, Ignores, Masks, BySample)}
+WEIGHED = {Ignores: "that are not 7", Masks: "that are not 7", Rare: "weighed by their class (`weights`)"}
+KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample)}
 EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
 
 
@@ -206,8 +248,8 @@ def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: 
     assert not list(differences("weights", first.value, expected, 1e-9)), first.output
     said = re.sub(r"\s+", " ", first.output)
     whole = "by comparing numbers" in said or "decides something" in said
-    assert whole == (kind not in ("Ignores", "Masks", "BySample")), said
-    assert ("that are not 7" in said) == (kind in ("Ignores", "Masks")), said
+    assert whole == (kind != "BySample" and KINDS[kind] not in WEIGHED), said
+    assert WEIGHED.get(KINDS[kind], "") in said
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])

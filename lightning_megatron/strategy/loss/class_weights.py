@@ -9,7 +9,7 @@ to. Which tensors of a module may be weights of classes, their shape tells; whet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,15 +61,17 @@ class ClassWeighted(Counted):
             ValueError: the batch has fewer tensors.
         """
         Counted(self.place, self.shifted, self.ignored)(part)  # refuses other batches
-        return float(self._each(part).sum())
+        return float(self._each(tensors_of(part)).sum())
 
-    def tells(self, batch: Any) -> bool:
-        """Whether targets of a batch have unlike weights."""
-        each = self._each(batch)
-        return bool(each.numel() and (each != each[0]).any())
+    def telling(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Whether targets have unlike weights."""
+        each = self._each(tensors)
+        return (each != each[:1]).any()
 
-    def _each(self, part: Any) -> Tensor:
-        tensor = tensors_of(part)[self.place]
+    def _each(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self.place >= len(tensors):
+            return torch.empty(0)
+        tensor = tensors[self.place]
         targets = (tensor[:, 1:] if self.shifted else tensor).flatten().long()
         weights = torch.tensor(self._now(), dtype=torch.float64, device=targets.device)
         inside = (targets >= 0) & (targets < len(weights))
@@ -94,15 +96,12 @@ class ClassWeighted(Counted):
         return f"{which} of tensor {self.place} of the batch weighed by their class (`{self.name}`)"
 
 
-def class_weights_of(module: nn.Module, mesh: ParallelMesh) -> Mapping[str, tuple[float, ...]]:
-    """Possible weights of classes on a module, by name; nothing for one replica, which needs none.
+def class_weights_of(module: nn.Module) -> Mapping[str, tuple[float, ...]]:
+    """Possible weights of classes on a module, by name.
 
     Args:
         module: the user's.
-        mesh: the grid.
     """
-    if mesh.layout.data == 1:
-        return {}
     return {name: weights for name, weights in _tables_of(module).items() if len(set(weights)) > 1}
 
 

@@ -47,8 +47,13 @@ class Counted:
         return float(tensor.double().sum() if self.ignored is None else (tensor != self.ignored).sum())
 
     def tells(self, batch: Any) -> bool:
-        """Whether some entry of a batch is ignored, or has another weight than one."""
+        """Whether some entry of a batch is ignored, or has another weight than others."""
         return _some_tell([self], tensors_of(batch))
+
+    def telling(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The same, of a batch's tensors; on their device, which is not waited for."""
+        tensor = tensors[self.place] if self.place < len(tensors) else torch.empty(0)
+        return (tensor != 1 if self.ignored is None else tensor == self.ignored).any()
 
     def __str__(self) -> str:
         which = "entries after the first of each sample" if self.shifted else "entries"
@@ -125,9 +130,10 @@ def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequ
 def _some_tell(ways: Collection[Any], tensors: Sequence[Tensor]) -> bool:
     """Whether some of what could be counted tells anything, see :meth:`Counted.tells`; a device is waited for once."""
     found: dict[torch.device, list[Tensor]] = {}
-    for place, ignored in {(way.place, way.ignored) for way in ways if isinstance(way, Counted)}:
-        tensor = tensors[place] if place < len(tensors) else torch.empty(0)
-        found.setdefault(tensor.device, []).append((tensor != 1 if ignored is None else tensor == ignored).any())
+    counted = [way for way in ways if isinstance(way, Counted)]
+    for way in {(way.place, way.ignored) if type(way) is Counted else way: way for way in counted}.values():
+        told = way.telling(tensors)
+        found.setdefault(told.device, []).append(told)
     return any(bool(torch.stack(each).any()) for each in found.values())
 
 

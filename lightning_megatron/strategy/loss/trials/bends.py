@@ -184,11 +184,14 @@ class Bends(TorchFunctionMode):
 
     def _note_decided(self, asked: Any) -> None:
         for found, bend, value in self._compared:
-            if found is asked and (kind := decided_at(frame_of_user())):
-                self._add(bend._replace(kind=kind), 1, value)
+            if found is asked:
+                self._note_decision(Asked(bend.line, 1, value), decided_at(frame_of_user()))
 
     def _note_decision(self, asked: Asked, kind: Decided) -> None:
-        if kind:
+        if kind == "filter":  # one number of those that remain, by how many turns of a loop are asked
+            met = self._met.setdefault(Bend(asked.line, "count"), _Met(1))
+            met.values.append(1.0)
+        elif kind:
             self._add(Bend(asked.line, kind), asked.entries, asked.value)
 
     def _add(self, bend: Bend, entries: int, value: float) -> None:

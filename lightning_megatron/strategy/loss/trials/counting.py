@@ -54,6 +54,8 @@ _COMPARISONS = ORDERS | functions_called(*_EQUAL, *_FINITE, "isclose")
 _SAME = functions_called(*_EQUAL)
 _CHOOSE = functions_called("__getitem__", "masked_select", "nonzero", "argwhere")
 _WHERE = functions_called("where")
+_IS_IN = functions_called("isin")
+_TABLES = _IS_IN | functions_called("__getitem__")
 _MEANS = functions_called("nanmean", "nanmedian")
 _ITEM = functions_called("item")
 _LOSSES = functions_called("cross_entropy", "nll_loss")
@@ -111,6 +113,9 @@ class Counting:
         if func in _COMPARISONS and self._compares(found, given):
             self._asked[found] = Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))) + 1.0)
             return found
+        if func in _TABLES and self._looks_up(func, found, args):
+            self._asked[found] = Asked(_here(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
+            return found
         if func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
             self.nodes.append((found.grad_fn, Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))))))
         asked = min(self._known(given), key=lambda each: each.entries, default=None)
@@ -125,21 +130,26 @@ class Counting:
         """Take note of a comparison of a number that was taken out of a tensor, in Python."""
         frame = sys._getframe(3)
         whole = number.as_float.is_integer() and isinstance(other, (int, float)) and float(other).is_integer()
-        if self._open and (number.graded or not whole):
-            self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float), decided_at(frame))
+        kind = decided_at(frame) if self._open else ""
+        if number.graded or not whole or kind == "filter":
+            self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float), kind)
 
     def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
         """Take note of a number that leaves torch, followed where Python lets it be."""
         if isinstance(found, bool):
-            if asked is not None:
-                self._decide(asked, decided_at(frame_of_user()))
+            frame = frame_of_user()
+            kind = decided_at(frame)
+            if kind == "filter":  # whatever of
+                self._decide(Asked(f"a condition in {line_of_frame(frame)}", 1, 0.0), kind)
+            elif asked is not None:
+                self._decide(asked, kind)
         elif func not in _ITEM and not self._is_own(tensor):
             if asked is not None or (tensor.is_floating_point() and tensor.numel() == 1):
                 number = asked or Asked(_here(func), 1, number_of(tensor))
                 self._decide(number, decided_later(frame_of_user(), counts=asked is not None))
         elif func in _ITEM and isinstance(found, (float, int)) and not self._is_own(tensor):
-            kind = TakenFloat if isinstance(found, float) else TakenInt
-            return kind(found).by(self.compared, asked, graded=tensor.requires_grad)
+            taken = TakenFloat if isinstance(found, float) else TakenInt
+            return taken(found).by(self.compared, asked, graded=tensor.requires_grad)
         return found
 
     def _is_own(self, tensor: Tensor) -> bool:
@@ -170,6 +180,16 @@ class Counting:
         chosen = args if len(args) == 1 else args[1:]
         return func in _CHOOSE and any(
             each.dtype == torch.bool and each in self._asked for each in tensors_among(chosen)
+        )
+
+    def _looks_up(self, func: Any, found: Any, args: tuple[Any, ...]) -> bool:
+        """Whether integers are asked for, in a list of some or in a table, and all of them are of one kind."""
+        kinds = isinstance(found, Tensor) and found.dtype == torch.bool and found.ndim > 0 and found.numel() > 0
+        if not kinds or (found != found.flatten()[0]).any():
+            return False
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        return len(tensors) == 2 and (
+            func in _IS_IN or (self._is_own(tensors[0]) and not tensors[1].is_floating_point())
         )
 
     @staticmethod

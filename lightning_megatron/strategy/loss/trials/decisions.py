@@ -2,9 +2,10 @@
 
 A condition on a number of the batch may choose what the loss is, or what the step keeps, or only stop the run::
 
-    loss = loss if loss > 3 else 0.5 * loss      a choice
-    if loss > self.worst: self.worst = loss      a decision about what is kept
-    if loss > 1e4: raise ValueError(...)         neither
+    loss = loss if loss > 3 else 0.5 * loss                 a choice
+    if loss > self.worst: self.worst = loss                 a decision about what is kept
+    if loss > 1e4: raise ValueError(...)                    neither
+    torch.stack([a for a, b in pairs if b < 4]).mean()      a filter: how many remain counts
 
 A number that ``float`` takes out of a tensor is followed by its name, through the function that takes it.
 """
@@ -20,25 +21,31 @@ from typing import Literal
 from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.pipeline.cut.syntax import definition_in
 
-Decided = Literal["", "decision", "choice"]
-"""Nothing; something that may be about what the step keeps; something that goes into what it returns."""
+Decided = Literal["", "decision", "choice", "filter"]
+"""Nothing; something that may be about what the step keeps; something that goes into what it returns; which turns of a
+loop count.
+"""
 
 _SAYS = frozenset({"print", "warn", "debug", "info", "warning", "error", "log", "log_dict"})
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_CONDITIONS = (ast.If, ast.While, ast.Assert)
+_INNER = ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>")
+_COLLECT = ("append", "extend", "add")
 
 
 def decided_at(frame: FrameType) -> Decided:
-    """What the condition at the line of a frame may change; in a metric's code nothing.
+    """Tell what the condition at the line of a frame may change; in a metric's code nothing.
 
     Args:
         frame: where a number is compared, or asked for its truth.
     """
-    return _decided(frame.f_code, frame.f_lineno) if is_users(frame, METRICS) else ""
+    if not is_users(frame, METRICS):
+        return ""
+    function = frame.f_back if frame.f_code.co_name in _INNER and frame.f_back is not None else frame
+    return _decided(function.f_code, frame.f_lineno)
 
 
 def decided_later(frame: FrameType, *, counts: bool) -> Decided:
-    """What a number may change that the line of a frame takes out of a tensor, by ``float`` or the like.
+    """Tell what a number may change that the line of a frame takes out of a tensor, by ``float`` or the like.
 
     Args:
         frame: where it is taken.
@@ -52,8 +59,26 @@ def _decided(code: CodeType, line: int) -> Decided:
     definition = definition_in(code)
     if definition is None:
         return "decision"
-    statement = _statement_at(definition, line - code.co_firstlineno + 1)
-    return "decision" if statement is None else _changed_by(statement)
+    line -= code.co_firstlineno - 1
+    statement = _statement_at(definition, line)
+    if statement is None:
+        return "decision"
+    return "filter" if _filters(definition, statement, line) else _changed_by(statement)
+
+
+def _filters(definition: ast.AST, statement: ast.stmt, line: int) -> bool:
+    """Whether a condition says which turns of a loop count."""
+    parts = [part for head in _heads(statement) for part in ast.walk(head)]
+    conditions = (condition for part in parts if isinstance(part, ast.comprehension) for condition in part.ifs)
+    if any(condition.lineno <= line <= (condition.end_lineno or line) for condition in conditions):
+        return True
+    loops = (part for part in ast.walk(definition) if isinstance(part, (ast.For, ast.AsyncFor)))
+    if not isinstance(statement, ast.If) or not any(statement in ast.walk(loop) for loop in loops):
+        return False
+    inside = [part for each in (*statement.body, *statement.orelse) for part in ast.walk(each)]
+    calls = (part.func for part in inside if isinstance(part, ast.Call))
+    collects = any(getattr(called, "attr", "") in _COLLECT for called in calls)
+    return collects or any(isinstance(part, (ast.Continue, ast.Break, ast.AugAssign)) for part in inside)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,13 +97,14 @@ def _used(code: CodeType, line: int, counts: bool) -> Decided:
 
 
 def _statement_at(definition: ast.AST, line: int) -> ast.stmt | None:
-    """The innermost statement whose own code, without the statements in it, has a line."""
-    found = None
+    """The innermost statement whose own code, without the statements in it, has a line; before others a condition."""
+    found = []
     for statement in _statements(definition):
         spans = ((head.lineno, head.end_lineno or head.lineno) for head in _heads(statement))
         if any(first <= line <= last for first, last in spans):
-            found = statement
-    return found
+            found.append(statement)
+    conditions = (each for each in found if isinstance(each, (ast.If, ast.While, ast.Assert)))
+    return next(conditions, found[-1] if found else None)
 
 
 def _statements(definition: ast.AST) -> Iterator[ast.stmt]:

@@ -238,7 +238,7 @@ class LossTrials:
 
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
-        joins = Joins(batch, parts, self._beyond if cut else None, class_weights_of(self._module, self._mesh))
+        joins = Joins(batch, parts, self._beyond if cut else None, class_weights_of(self._module))
         due, self._fresh = self._steps >= self._next, True
         call = self._context.gradients.on_parts(call)
         call = self._context.experts.ending(call) if self._stages.repeats is None else call
@@ -266,9 +266,7 @@ class LossTrials:
         if isinstance(found, StartOver):
             self.again, self._steps = True, self._steps - 1
             return
-        inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
-        inside |= bool(tried.traces.weights.found) or tried.draws_compiled
-        alone = self._stages.may_run_around and not inside and middle is None
+        alone = middle is None and self._may_run_around(tried, writes)
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
         ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, tried.bend
@@ -299,6 +297,12 @@ class LossTrials:
             said.warn_of_logged(before, self.reading, self._steps - 1)
         if not cut:
             self._stages.release()
+
+    def _may_run_around(self, tried: Tried, writes: str) -> bool:
+        """Whether layers may run in micro-batches, as far as this stage knows, and the code around them once."""
+        inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
+        inside |= bool(tried.traces.weights.found) or tried.draws_compiled
+        return self._stages.may_run_around and not inside
 
     def _kept_kinds(self, kinds: Mapping[Name, Kinds]) -> dict[Name, Kinds]:
         return {} if self.replicas is None else self.replicas.kept_kinds(kinds)
@@ -383,8 +387,8 @@ class LossTrials:
             return  # said before
         if self.reading.whole and self.around:
             said.say_around(found, self.reading, parts)
-            return
-        said.say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
+        else:
+            said.say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
         new = (found.writes and not disproved) or found.undecided or before.undecided
         if self.reading.whole and before.tried and not before.whole and not new and why in _LATE:
             said.warn_of_earlier_steps(self._steps - 1)
