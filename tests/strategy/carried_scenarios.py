@@ -216,6 +216,24 @@ class Counts(Carries):
         return (weights * F.cross_entropy(z, first, reduction="none")).mean()
 
 
+class Steered(Carries):
+    """A penalty's weight, which a hook adjusts before each step by what the one before has kept."""
+
+    kept = ("rate", "last")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.last = 0.1, torch.zeros((), dtype=torch.float64)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        features = self.features(x)
+        self.last = features.detach().square().mean()
+        return self.words(features, y) + self.rate * features.square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rate = max(0.0, self.rate + 0.5 * (float(self.last) - 0.05))
+
+
 class Stopwatch(Rows):
     """Has a clock, whose time is each process's own."""
 
@@ -351,6 +369,7 @@ _KINDS = (
     Centre,
     Counts,
     Several,
+    Steered,
     OfClass,
     Stopwatch,
     Remembers,

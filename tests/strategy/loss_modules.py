@@ -540,10 +540,10 @@ class LogsOthers(Rows):
 WEIGHED: dict[str, Callable[[], Task]] = {
     "rows": Rows, "padded": Task, "zero_head": ZeroHead, "late": Late, "shifted": Shifted, "sum": Sum,
     "over_batch_size": OverBatchSize, "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming,
-    "logs": Logs,
+    "logs": Logs, "balanced": Balanced, "rebalanced": Rebalanced,
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
-    "balanced": Balanced, "rebalanced": Rebalanced, "root": Root, "hardest": Hardest, "focal": Focal,
+    "root": Root, "hardest": Hardest, "focal": Focal,
     "invariant": Invariant,
     "in_batch": InBatch, "mixed": Mixed,
     "running": Running, "followed": Followed, "conditioned": Conditioned, "between": Between,

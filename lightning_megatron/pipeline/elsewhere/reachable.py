@@ -260,15 +260,16 @@ def attributes_set_by(module: nn.Module) -> set[str]:
     """
     reach = Reach(module, module, frozenset(), _READ)
     reach.containers()
-    return {name for function in reach.functions for name in _attributes_set_in(function.__code__)}
+    return {name for function in reach.functions for name in attributes_set_in(function.__code__)}
 
 
 @functools.cache
-def _attributes_set_in(code: types.CodeType) -> frozenset[str]:
+def attributes_set_in(code: types.CodeType) -> frozenset[str]:
+    """Attributes that code sets, of whatever object."""
     steps = instructions_of(code) if "STORE_ATTR" in operations_in(code) else ()
     found = {step.argval for step in steps if step.opname == "STORE_ATTR"}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found.union(*map(_attributes_set_in, inner)))
+    return frozenset(found.union(*map(attributes_set_in, inner)))
 
 
 @functools.cache

@@ -35,7 +35,12 @@ from lightning_megatron.pipeline.elsewhere.undo import is_equal
 from lightning_megatron.strategy.callbacks.loop_ends import LoopEnds
 from lightning_megatron.strategy.evaluation.collected import Collected
 from lightning_megatron.strategy.evaluation.logged import LoggedInEvaluation
-from lightning_megatron.strategy.evaluation.reading_hooks import hooks_behind, names_only_collected, names_read
+from lightning_megatron.strategy.evaluation.reading_hooks import (
+    hooks_behind,
+    names_only_collected,
+    names_read,
+    names_steering,
+)
 from lightning_megatron.strategy.evaluation.value_of_replicas import KeptValue
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, hook_of
 from lightning_megatron.strategy.loss.over_replicas import unlike_values
@@ -276,6 +281,7 @@ class KeptForHooks(Callback):
             collected = names_only_collected(module, others, read["training_step"])
             if replicas is not None:
                 replicas.read, replicas.collected = read["training_step"], collected
+                replicas.steers = names_steering(module, others)
             read["training_step"] = collected  # what steps go on from stays their replica's
             self._collected = Collected(others, module, self._group)
             place = 1 + max((at for at, each in enumerate(others) if isinstance(each, LoopEnds)), default=-1)

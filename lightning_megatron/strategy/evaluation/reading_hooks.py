@@ -25,6 +25,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, comes_from
 from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log
 
 _GATHERS = frozenset(
@@ -33,6 +34,11 @@ _GATHERS = frozenset(
 _ASKS = frozenset(("get_rank", "get_world_size", "world_size", "num_devices", "distributed", "dist", "strategy"))
 _RANKS = ("global_rank", "local_rank")
 _COLLECT = frozenset(("append", "extend", "add", "update", "clear", "zero_", "fill_", "add_"))
+_BETWEEN = (
+    *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"),
+    *("on_before_zero_grad", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start"),
+)
+_STEERS = frozenset(("grad", "param_groups", "optimizers", "parameters", "requires_grad_"))
 _LATE = ("on_train_epoch_end", "on_train_end", "on_fit_end")
 
 
@@ -52,6 +58,26 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
         for names, known in _names(owner, parent, hooks, module):
             (aware if known else unaware).update(names)
     return unaware - aware
+
+
+def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) -> set[str]:
+    """Names in the hooks between a step of training and the next that steer it: they set what the step reads, or have
+    to do with gradients, weights and optimizers, and do not know of replicas.
+
+    Args:
+        module: the user's.
+        callbacks: of the Trainer.
+    """
+    owners: list[tuple[Any, Any]] = [(module, None), *((each, Callback) for each in foreign_callbacks(callbacks))]
+    step = {name for function in functions_of(module, "training_step") for name in names_in(function.__code__)}
+    found = set[str]()
+    for owner, parent in owners:
+        for hook in _BETWEEN:
+            for names, known in _names(owner, parent, (hook,), module):
+                set_here = {name for each in functions_of(owner, hook) for name in attributes_set_in(each.__code__)}
+                if not known and (step & set_here or _STEERS & names):
+                    found |= names & step
+    return found
 
 
 def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:

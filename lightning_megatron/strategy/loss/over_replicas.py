@@ -100,6 +100,7 @@ class OverReplicas:
         unseen: whether this replica's batch looks like none before.
         kept: what the step keeps of each sample for the next.
         read: names that hooks after the loop read.
+        steers: those that hooks between two steps read, which steer the next.
         collected: those that nothing else reads, where what is kept under them comes together.
         carried: what steps write from the samples of each replica, and go on from.
         hand_over: takes names of :attr:`collected` whose values a pass writes from now on, so that what replicas have
@@ -114,6 +115,7 @@ class OverReplicas:
         self.unseen, self.kept = False, KeptRows()
         self.counted: tuple[Callable[[Any], float], float] | None = None
         self.read: Collection[str] = ()
+        self.steers: Collection[str] = ()
         self.collected: Collection[str] = ()
         self.carried = Carried(module, mesh)
         self.hand_over: Callable[[Collection[Name]], None] | None = None
@@ -176,7 +178,7 @@ class OverReplicas:
         for join in tried.joins():
             changes = {name: change for part in (join.whole, *join.parts) for name, change in part.items()} | changes
         lasting = traces.lasting(set(changes)) | {name for name, (kind, *_) in kinds.items() if kind in _GROWS}
-        lasting |= {name for name in changes if is_in(name, self.read)}
+        lasting |= {name for name in changes if is_in(name, self.read) or is_in(name, self.steers)}
         rows = self.learn_rows(tried, lasting)
         changes = {name: change for name, change in changes.items() if name in lasting and name not in rows}
         mine: dict[Name, list[Name]] = {}
