@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.collectives import raw_broadcast, resolve_group
+from lightning_megatron.mesh.messages.collectives import resolve_group
+from lightning_megatron.mesh.messages.flat_broadcast import broadcast_tensors
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.parallelize.pairs.decide import carried_over, draw_up
 from lightning_megatron.parallelize.plan.blueprint import Blueprint
@@ -181,13 +182,9 @@ def _carry_out(
 def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Broadcast parameters and buffers from the first rank of the group; meta tensors are skipped. Collective."""
     source = dist.get_global_rank(group, 0)
+    tensors = {id(t): t for t in [*module.parameters(), *module.buffers()]}.values()
     with torch.no_grad():
-        for tensor in {id(t): t for t in [*module.parameters(), *module.buffers()]}.values():
-            if not tensor.is_meta:
-                data = tensor.data.contiguous()
-                raw_broadcast(data, source, group)
-                if data.data_ptr() != tensor.data_ptr():
-                    tensor.data.copy_(data)
+        broadcast_tensors([tensor.data for tensor in tensors if not tensor.is_meta], source, group)
 
 
 def _fill(module: nn.Module, report: ParallelReport, builder: Builder, sequence: SequencePlan | None) -> None:

@@ -36,7 +36,11 @@ def test_without_other_ranks_values_stay_the_objects_they_are() -> None:
 def _values(mesh: DeviceMesh) -> dict[str, Any]:
     rank = distributed.get_rank()
     own = {"rank": rank, "long": "x" * 1000 * rank}
+    small = {"rank": rank, "tensor": torch.arange(2)}
     return {
+        "small": (objects.gather(rank), objects.gather_to(rank, 1), objects.broadcast(rank, 2)),
+        "edges": [objects.gather(b"x" * (length + rank)) for length in range(220, 240)],
+        "tensors": objects.gather(small)[2]["tensor"].tolist(),
         "all": objects.gather(own),
         "on 2": objects.gather_to(own, 2),
         "from 1": objects.broadcast(own, 1),
@@ -52,6 +56,9 @@ def test_values_of_three_ranks() -> None:
     own = [{"rank": rank, "long": "x" * 1000 * rank} for rank in range(3)]
     for rank, found in enumerate(results):
         assert found["all"] == own
+        assert found["small"] == ([0, 1, 2], [0, 1, 2] if rank == 1 else None, 2)
+        assert found["edges"] == [[b"x" * (length + other) for other in range(3)] for length in range(220, 240)]
+        assert found["tensors"] == [0, 1]
         assert found["on 2"] == (own if rank == 2 else None)
         assert found["from 1"] == own[1]
         assert found["some"] == [None, None, own[2]]
@@ -77,17 +84,20 @@ def test_groups_talk_side_by_side_and_name_ranks_of_the_world() -> None:
 
 
 @run_ranks(data=2)
-def test_if_nobody_has_anything_one_collective_is_enough(mesh: DeviceMesh) -> None:
+def test_if_all_have_little_or_nothing_one_collective_is_enough(mesh: DeviceMesh) -> None:
     names = ("all_gather", "gather", "broadcast")
     spies = {name: mock.Mock(side_effect=getattr(distributed, name)) for name in names}
     with mock.patch.multiple(distributed, **spies):
         for ask, calls in (
-            (objects.gather, [1, 0, 0]),
-            (lambda value: objects.gather_to(value, 0), [2, 0, 0]),
-            (objects.broadcast, [2, 0, 1]),
+            (objects.gather, [2, 0, 0]),
+            (lambda value: objects.gather_to(value, 0), [4, 0, 0]),
+            (objects.broadcast, [4, 0, 2]),
         ):
             ask(None)
+            ask({"little": 1})
             assert [spies[name].call_count for name in names] == calls
+        objects.gather("x" * 249)
+        assert spies["all_gather"].call_count == 6
 
 
 class _Group:

@@ -1,10 +1,10 @@
 """Collectives on Python values, which are pickled.
 
-The length of the pickled value is sent first, then its bytes. ``None`` has no bytes, so a collective in which all
-values are ``None`` costs one small message. Example: ranks 0 to 3 of a group, where only rank 2 has a value::
+The length of the pickled value is sent first, with its bytes if they are few; or else these follow. So a collective in
+which all values are small costs one message. Example: ranks 0 to 3 of a group, where only rank 2 has a value::
 
-    lengths   [0, 0, 17, 0]                          gather(value)        -> [None, None, "out of memory", None], on all
-    bytes     rank 2's 17, the others padded         gather_to(value, 0)  -> the same list on rank 0, None elsewhere
+    heads     [0 ..., 0 ..., 17 and bytes, 0 ...]    gather(value)        -> [None, None, "out of memory", None], on all
+    bytes     (of more than 248: of all, padded)     gather_to(value, 0)  -> the same list on rank 0, None elsewhere
                                                      broadcast(value, 2)  -> "out of memory", on all
 
 Received values are copies, in the order of ranks in the group. Tensors inside of them are pickled with their device;
@@ -24,6 +24,8 @@ from torch import Tensor
 from lightning_megatron.mesh.watch import waits
 
 _NOT_SENT = -1
+_LENGTH, _HEAD = 8, 256
+"""Bytes of the length, and of the first message."""
 
 
 def encode(value: Any) -> Tensor:
@@ -42,10 +44,10 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """All-gather values: every rank gets all values, in order of rank. Collective; ``None`` is the world."""
     if _alone(group):
         return [value]
-    data, lengths = _announce(value, group)
+    data, lengths, heads = _announce(value, group)
     longest = max(lengths)
-    if longest == 0:
-        return [None] * len(lengths)
+    if longest <= _HEAD - _LENGTH:
+        return _decoded(heads, lengths)
     everyone = data.new_empty(len(lengths), longest)
     with waits.on(waits.collective, "all_gather", data, group):
         dist.all_gather(list(everyone.unbind()), _padded(data, longest), group=group)
@@ -56,10 +58,10 @@ def gather_to(value: Any, destination: int, group: dist.ProcessGroup | None = No
     """Gather values on global rank ``destination``, in order of rank; ``None`` on other ranks. Collective."""
     if _alone(group):
         return [value]
-    data, lengths = _announce(value, group)
+    data, lengths, heads = _announce(value, group)
     longest, here = max(lengths), dist.get_rank() == destination
-    if longest == 0:
-        return [None] * len(lengths) if here else None
+    if longest <= _HEAD - _LENGTH:
+        return _decoded(heads, lengths) if here else None
     everyone = data.new_empty(len(lengths), longest) if here else None
     rows = None if everyone is None else list(everyone.unbind())
     with waits.on(waits.collective, "gather", data, group):
@@ -78,15 +80,15 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     device = device_of(group)
     sends = dist.get_rank() == source
     data = encode(value).to(device) if sends else torch.empty(0, dtype=torch.uint8, device=device)
-    length = torch.tensor([data.numel() if sends else _NOT_SENT], device=device)
-    with waits.on(waits.collective, "broadcast", length, group):
-        dist.broadcast(length, source, group=group)
-    size = int(length.item())
+    head = _head(data, data.numel() if sends else _NOT_SENT)
+    with waits.on(waits.collective, "broadcast", head, group):
+        dist.broadcast(head, source, group=group)
+    size, few = _length(head := head.cpu()), head[_LENGTH:]
     if size == _NOT_SENT:
         data, sends = encode(value).to(device), True
     elif not sends:
-        data = data.new_empty(size)
-    if data.numel():
+        data = few[:size] if size <= len(few) else data.new_empty(size)
+    if data.numel() > len(few):
         with waits.on(waits.collective, "broadcast", data, group):
             dist.broadcast(data, source, group=group)
     return value if sends else decode(data)
@@ -105,14 +107,29 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
-def _announce(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """Pickle ``value``, and all-gather the lengths: this rank's bytes, and the number of bytes of each rank."""
+def _announce(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int], Tensor]:
+    """Pickle ``value``, and all-gather the heads: this rank's bytes, the number of bytes of each rank, and their first
+    ones [group, 248].
+    """
     data = encode(value).to(device_of(group))
-    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=data.device)
-    own = torch.tensor([data.numel()], device=data.device)
+    own, heads = _head(data, data.numel()), data.new_empty(dist.get_world_size(group), _HEAD)
     with waits.on(waits.collective, "all_gather", own, group):
-        dist.all_gather(list(lengths.split(1)), own, group=group)
-    return data, lengths.tolist()
+        dist.all_gather(list(heads.unbind()), own, group=group)
+    heads = heads.cpu()
+    return data, [_length(head) for head in heads], heads[:, _LENGTH:]
+
+
+def _head(data: Tensor, length: int) -> Tensor:
+    """The first message of ``data``: a length, and as many bytes as there is room for, uint8 [256]."""
+    head = data.new_zeros(_HEAD)
+    head[:_LENGTH].view(torch.int64).fill_(length)
+    few = data[: _HEAD - _LENGTH]
+    head[_LENGTH : _LENGTH + len(few)] = few
+    return head
+
+
+def _length(head: Tensor) -> int:
+    return int(head[:_LENGTH].view(torch.int64))
 
 
 def _padded(data: Tensor, length: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from lightning_megatron.mesh.draws.random_streams import collect_rng_state, mix,
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
+from lightning_megatron.mesh.messages.flat_broadcast import broadcast_tensors
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.names import leaf_of, outwards, unit_of
 from lightning_megatron.parallelize.reading.kinds import as_written
-
-_CHUNK_BYTES = 256 * 1024 * 1024
 
 
 def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
@@ -54,30 +53,6 @@ def agree_on_base_seed(device: torch.device) -> int:
     if dist.is_initialized():
         raw_broadcast(seed, 0, None)
     return int(seed.item())
-
-
-def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: Any) -> None:
-    """Overwrite ``tensors`` with those of global rank ``source``, in a few flat messages."""
-    for chunk in _chunks(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-        raw_broadcast(flat, source, group)
-        offset = 0
-        for tensor in chunk:
-            tensor.detach().copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
-
-
-def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    chunks: list[list[Tensor]] = []
-    size = 0
-    for tensor in sorted(tensors, key=lambda t: str(t.dtype)):
-        bytes_ = tensor.numel() * tensor.element_size()
-        if not chunks or chunks[-1][0].dtype != tensor.dtype or size + bytes_ > _CHUNK_BYTES:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(tensor)
-        size += bytes_
-    return chunks
 
 
 def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ then gradients are all-reduced. Which hooks there are is known when training sta
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 import types
@@ -114,6 +115,7 @@ def reads_weights(module: pl.LightningModule, callbacks: list[Callback]) -> bool
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in hooks)
 
 
+@functools.cache
 def _after_the_update(kind: type) -> list[str]:
     """Hooks of a class that run between an update and the next step."""
     return [hook for hook in dir(kind) if hook.startswith("on_") and hook not in _BEFORE_THE_UPDATE]
@@ -241,10 +243,10 @@ def _tables(owner: Any) -> list[Mapping[str, Any]]:
 
 
 def _methods_called(owner: Any, names: Collection[str], tables: list[Mapping[str, Any]]) -> Iterator[Any]:
-    """Attributes of an object by name, and with ``super`` those of the classes above it, for ``super().name``."""
+    """Functions of an object by name, and with ``super`` those of the classes above it, for ``super().name``."""
     above = [vars(kind) for kind in type(owner).__mro__ if _is_foreign(kind)] if "super" in names else []
     for name in names:
-        if any(name in table for table in tables):
+        if any(isinstance(table.get(name), types.FunctionType) for table in tables):
             yield inspect.getattr_static(owner, name, None)
             yield from (table.get(name) for table in above)
 

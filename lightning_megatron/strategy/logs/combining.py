@@ -55,6 +55,14 @@ CURVES: dict[str, tuple[Curve, Curve]] = {
 """Name of ``f`` -> ``f⁻¹`` and ``f``."""
 
 
+_UNBENT: tuple[Curve, Curve] = (torch.clone, torch.clone)
+
+
+def _mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Mean over the last dim; what counts nothing may have no value."""
+    return torch.where(weights != 0, values * weights, 0.0).sum(-1) / weights.sum(-1)
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean of parts.
@@ -74,9 +82,8 @@ class Mean:
             values: of the parts, [n] in float64.
             weights: of the parts, [n].
         """
-        there, back = CURVES.get(self.curve, (torch.clone, torch.clone))
-        weighed = torch.where(weights != 0, there(values) * weights, 0.0)  # what counts nothing may have no value
-        return back(weighed.sum() / weights.sum())
+        there, back = CURVES.get(self.curve, _UNBENT)
+        return back(_mean(there(values), weights))
 
 
 @dataclass(frozen=True)
@@ -132,11 +139,13 @@ def fitting(
 def _means(
     parts: Tensor, weights: Mapping[Any, Sequence[float]], curves: Iterable[str]
 ) -> Iterator[tuple[Mean, float]]:
-    tensors = {way: torch.tensor(each, dtype=torch.float64) for way, each in weights.items() if sum(each)}
-    for curve in curves:
-        for way, weighed in tensors.items():
-            how = Mean(way, curve)
-            yield how, float(how(parts, weighed))
+    """Means by each of the weights, curve by curve; all those of one curve at once."""
+    counting = {way: each for way, each in weights.items() if sum(each)}
+    rows = torch.tensor([*counting.values()], dtype=torch.float64)
+    for curve in curves if counting else ():
+        there, back = CURVES.get(curve, _UNBENT)
+        for way, value in zip(counting, back(_mean(there(parts), rows)).tolist(), strict=True):
+            yield Mean(way, curve), value
 
 
 def likeliest(ways: Mapping[Any, float]) -> Any:

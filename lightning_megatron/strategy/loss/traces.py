@@ -69,8 +69,8 @@ class Traces:
         beside: bool = False,
         hooks: HookTables | None = None,
     ) -> None:
-        names = [name for name, _ in module.named_modules()] if only is None else only
-        modules = [(name, module.get_submodule(name)) for name in names]
+        named = module.named_modules() if only is None else ((name, module.get_submodule(name)) for name in only)
+        modules = list(named)
         metrics = Parts([name for name, child in modules if isinstance(child, Metric)])
         tables = list(tables_on(modules, inner=not beside))
         if beside:
