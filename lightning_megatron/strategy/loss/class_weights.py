@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_megatron.mesh.batches import tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
@@ -61,19 +62,17 @@ class ClassWeighted(Counted):
             ValueError: the batch has fewer tensors.
         """
         Counted(self.place, self.shifted, self.ignored)(part)  # refuses other batches
-        return float(self._each(tensors_of(part)).sum())
+        return float(self._each(tensors_of(part), self._now()).sum())
 
     def telling(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Whether targets have unlike weights."""
-        each = self._each(tensors)
+        """Whether targets have unlike weights, by those that were found."""
+        each = self._each(tensors, self.weights) if self.place < len(tensors) else torch.empty(0)
         return (each != each[:1]).any()
 
-    def _each(self, tensors: Sequence[Tensor]) -> Tensor:
-        if self.place >= len(tensors):
-            return torch.empty(0)
+    def _each(self, tensors: Sequence[Tensor], each: Sequence[float]) -> Tensor:
         tensor = tensors[self.place]
         targets = (tensor[:, 1:] if self.shifted else tensor).flatten().long()
-        weights = torch.tensor(self._now(), dtype=torch.float64, device=targets.device)
+        weights = torch.tensor(each, dtype=torch.float64, device=targets.device)
         inside = (targets >= 0) & (targets < len(weights))
         return weights[targets.clamp(0, len(weights) - 1)] * inside
 
@@ -96,13 +95,16 @@ class ClassWeighted(Counted):
         return f"{which} of tensor {self.place} of the batch weighed by their class (`{self.name}`)"
 
 
-def class_weights_of(module: nn.Module) -> Mapping[str, tuple[float, ...]]:
+def class_weights_of(module: nn.Module, seen: Sequence[Tensor] | None = None) -> Mapping[str, tuple[float, ...]]:
     """Possible weights of classes on a module, by name.
 
     Args:
         module: the user's.
+        seen: those that a step was seen to use; ``None``: any may be.
     """
-    return {name: weights for name, weights in _tables_of(module).items() if len(set(weights)) > 1}
+    found = ((name, x) for name, x in _candidates(module) if seen is None or any(x is each for each in seen))
+    tables = {name: tuple(tensor.tolist()) for name, tensor in found}
+    return {name: weights for name, weights in tables.items() if len(set(weights)) > 1}
 
 
 def class_weighted(tables: Mapping[str, tuple[float, ...]], batch: Any) -> list[ClassWeighted]:
@@ -135,13 +137,9 @@ def bind(reading: Reading, module: nn.Module, mesh: ParallelMesh) -> None:
             way.bind(module, alone=mesh.layout.pipeline == 1 or "." not in way.name)  # all stages have the root's
 
 
-def _tables_of(module: nn.Module) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(tensor.tolist()) for name, tensor in _candidates(module)}
-
-
 def _candidates(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Vectors of positive numbers among the buffers and attributes that are on this rank."""
-    for path, child in module.named_modules():
+    for path, child in ((path, child) for path, child in module.named_modules() if not isinstance(child, _BatchNorm)):
         for key, value in (*child._buffers.items(), *child.__dict__.items()):
             if type(value) is not Tensor or value.ndim != 1 or not value.is_floating_point() or value.is_meta:
                 continue

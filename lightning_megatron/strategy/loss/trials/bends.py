@@ -94,6 +94,11 @@ class Bends(TorchFunctionMode):
         """Integers that the step compares those of a batch with, in all pieces so far."""
         return self._counting.constants
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """Tensors of the module by which it weighs classes, or looks them up."""
+        return self._counting.tables
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)

@@ -35,7 +35,7 @@ from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFl
 _ORDERS = ("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal")
 _EQUAL = ("eq", "ne", "not_equal", "__eq__", "__ne__")
 _FINITE = ("isnan", "isinf", "isfinite", "isposinf", "isneginf")
-_IGNORES = 4  # place of `ignore_index` among the arguments of torch's losses
+_WEIGHS, _IGNORES = 2, 4  # places of `weight` and `ignore_index` among the arguments of torch's losses
 
 
 def functions_called(*names: str) -> frozenset[Any]:
@@ -59,6 +59,7 @@ _TABLES = _IS_IN | functions_called("__getitem__")
 _MEANS = functions_called("nanmean", "nanmedian")
 _ITEM = functions_called("item")
 _LOSSES = functions_called("cross_entropy", "nll_loss")
+_INDEX = functions_called("__getitem__", "index_select", "gather", "take")
 
 
 class Asked(NamedTuple):
@@ -85,6 +86,7 @@ class Counting:
     Attributes:
         nodes: of the graph, in which they met what has a gradient.
         constants: that integers were compared with.
+        tables: vectors that losses weigh classes by, or that integers index.
     """
 
     def __init__(self, module: nn.Module, decide: Callable[[Asked, Decided], None]) -> None:
@@ -92,16 +94,18 @@ class Counting:
         self._own: set[int] = set()
         self.nodes: list[tuple[Any, Asked]] = []
         self.constants: set[int] = set()
+        self.tables: list[Tensor] = []
         self._asked = WeakTensorKeyDictionary()
 
     def begin(self) -> None:
         """Before a run."""
-        self._own.clear()
+        self._own.clear()  # tensors that are gone may have left their numbers to others
         self.nodes, self._open, self._asked = [], True, WeakTensorKeyDictionary()
 
     def end(self) -> None:
         """After it."""
         self.nodes, self._open, self._asked = [], False, WeakTensorKeyDictionary()
+        self.tables = [table for table in self.tables if self._is_own(table)]
 
     def note(self, func: Any, found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take note of a call of one of torch's functions; returns what it has found, or a number that is followed."""
@@ -110,6 +114,8 @@ class Counting:
         given = [*args, *kwargs.values()]
         if func in _SAME or func in _LOSSES:
             self._note_constant(func, args, kwargs)
+        if func in _LOSSES or func in _INDEX:
+            self._note_table(func, args, kwargs)
         if func in _COMPARISONS and self._compares(found, given):
             self._asked[found] = Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))) + 1.0)
             return found
@@ -206,6 +212,11 @@ class Counting:
             found = next((each for each in args if type(each) is int), None) if integers else None
         if type(found) is int:
             self.constants.add(found)
+
+    def _note_table(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [args[_WEIGHS] if len(args) > _WEIGHS else kwargs.get("weight")] if func in _LOSSES else list(args)
+        tables = [x for x in given if isinstance(x, Tensor) and x.ndim == 1 and x.is_floating_point()]
+        self.tables += [table for table in tables if not any(table is known for known in self.tables)]
 
 
 def number_of(tensor: Tensor) -> float:

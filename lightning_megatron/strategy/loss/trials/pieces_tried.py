@@ -105,7 +105,6 @@ class Joins:
         batch: the whole.
         parts: its micro-batches, two or more.
         sample: of the batch that one of them has to hold; ``None`` for any.
-        classes: weights by class, by which targets may be weighed.
 
     Attributes:
         pieces: in the order in which they run.
@@ -113,13 +112,11 @@ class Joins:
         first: number of the first sample of the pieces in the batch.
     """
 
-    def __init__(
-        self, batch: Any, parts: Sequence[Any], sample: int | None = None, classes: Mapping[str, Any] = _NO_CLASSES
-    ) -> None:
+    def __init__(self, batch: Any, parts: Sequence[Any], sample: int | None = None) -> None:
         ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
         found = unlike_pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
         start = max(0, min(found - 1, len(parts) - _PARTS))
-        self.pieces, self.first, self._classes = [parts[start]], ends[start], classes
+        self.pieces, self.first = [parts[start]], ends[start]
         self.joins: dict[int, tuple[int, ...]] = {}
         for index in range(start + 1, min(start + _PARTS, len(parts))):
             last = len(self.pieces)
@@ -140,18 +137,21 @@ class Joins:
             found[both] = found[places[0]]._replace(size=sizes[both])
         return [found[place] for place in range(len(sizes))]
 
-    def finding(self, runs: Sequence[TrialRun], constants: Collection[int] = ()) -> Finding:
+    def finding(
+        self, runs: Sequence[TrialRun], constants: Collection[int] = (), classes: Mapping[str, Any] = _NO_CLASSES
+    ) -> Finding:
         """How the loss and the logs of pieces at once come of those of each.
 
         Args:
             runs: of all pieces.
             constants: that the step compares integers with, which it may ignore.
+            classes: weights by class, by which targets may be weighed.
         """
         findings = []
         for both, pair in self.joins.items():
             parts = [self.pieces[index] for index in pair]
             counted = candidates(self.pieces[both], *parts, constants=constants)
-            ways = (*counted, *class_weighted(self._classes, self.pieces[both]))
+            ways = (*counted, *class_weighted(classes, self.pieces[both]))
             counts = {way: [way(part) for part in parts] for way in ways}
             sizes = [float(batch_size_of(part)) for part in parts]
             findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
@@ -175,6 +175,7 @@ class Tried:
     Attributes:
         kept: see above.
         recorders: by piece, of what it logs.
+        met: bends of its loss, and what it compares and weighs by.
         failed: why it does not run on one of them, as far as the code after the layers is concerned; or "".
     """
 
@@ -195,7 +196,7 @@ class Tried:
         self._call, self._recording, self.traces, self._pieces = call, recording, traces, joins
         self.draws, self._stages, self.failed = draws or SameDraws(joins.joins), stages, ""
         self._changes: list[Changes] = [{} for _ in joins.pieces]
-        self._metrics, self._bends = MetricStates(traces.module), Bends(traces.module)
+        self._metrics, self.met = MetricStates(traces.module), Bends(traces.module)
         self._runs, self._turns = [0 for _ in joins.pieces], dict[Name, int]()
         self.recorders: list[LogRecorder | None] = [None for _ in joins.pieces]
 
@@ -206,9 +207,9 @@ class Tried:
             recording = self._recording.step(self._counts_as)
             with recording as recorder, self.kept.of(index), self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
-                with self._bends.begin(index):
+                with self.met.begin(index):
                     output = self._call(whole_copy(part))
-                self._bends.end(output)
+                self.met.end(output)
                 return map_tensors(output, torch.detach)
         except Exception as error:
             if (
@@ -287,12 +288,7 @@ class Tried:
     @property
     def bend(self) -> Bend | None:
         """The place at which the loss bends at a number of the batch; ``None`` for none."""
-        return next(filter(None, (self._bends.of_batch(*join) for join in self._pieces.joins.items())), None)
-
-    @property
-    def constants(self) -> Collection[int]:
-        """Integers with which the step compares others."""
-        return self._bends.constants
+        return next(filter(None, (self.met.of_batch(*join) for join in self._pieces.joins.items())), None)
 
     @property
     def draws_compiled(self) -> bool:
@@ -303,7 +299,7 @@ class Tried:
         """Weights of the parts of a join, in the ways in which a mean of theirs may be weighed."""
         pieces = self._pieces.pieces
         parts = [pieces[index] for index in self._pieces.joins[both]]
-        ways = candidates(pieces[both], *parts, constants=self.constants)
+        ways = candidates(pieces[both], *parts, constants=self.met.constants)
         counts = {way: [float(way(part)) for part in parts] for way in ways}
         sizes = [float(batch_size_of(part)) for part in parts]
         return {"sizes": sizes, **{way: each for way, each in counts.items() if all(each)}}

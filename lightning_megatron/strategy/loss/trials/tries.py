@@ -238,7 +238,7 @@ class LossTrials:
 
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
-        joins = Joins(batch, parts, self._beyond if cut else None, class_weights_of(self._module))
+        joins = Joins(batch, parts, self._beyond if cut else None)
         due, self._fresh = self._steps >= self._next, True
         call = self._context.gradients.on_parts(call)
         call = self._context.experts.ending(call) if self._stages.repeats is None else call
@@ -371,7 +371,8 @@ class LossTrials:
             TrialRun(float(loss.detach()), narrowest(loss, self._device), logs, torch.finfo(loss.dtype).eps)
             for loss, logs in zip(map(loss_of, outputs), tried.logs(), strict=True)
         ]
-        found = replace(joins.finding(runs, tried.constants), failed=tried.failed, gathers=gathers)
+        classes = class_weights_of(self._module, tried.met.tables if self.replicas is None else None)
+        found = replace(joins.finding(runs, tried.met.constants, classes), failed=tried.failed, gathers=gathers)
         for axis in ("data_parallel", "context_parallel", "tensor_parallel"):
             first, *others = objects.gather(found, self._mesh.group(axis))
             found = first.joined(others)
