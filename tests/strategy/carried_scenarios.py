@@ -234,6 +234,19 @@ class Steered(Carries):
         self.rate = max(0.0, self.rate + 0.5 * (float(self.last) - 0.05))
 
 
+class SteeredByOutputs(Steered):
+    """By what the step has returned."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return {**super().training_step(batch, batch_idx), "last": self.last}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rate = max(0.0, self.rate + 0.5 * (float(outputs["last"]) - 0.05))
+
+
 class Stopwatch(Rows):
     """Has a clock, whose time is each process's own."""
 

@@ -22,8 +22,8 @@ from lightning_megatron.strategy.carried.step_stores import (
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
 from lightning_megatron.strategy.carried.ways_on import ways_on
 from lightning_megatron.strategy.loss.written import Join
-from tests.harness import one_process, run_trainers
-from tests.parity.scenario import Layout, differences
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trained_state
 from tests.strategy.carried_scenarios import (
     CARRIES,
     Centre,
@@ -35,6 +35,7 @@ from tests.strategy.carried_scenarios import (
     Rare,
     Replay,
     Several,
+    SteeredByOutputs,
     Stopwatch,
     carried,
 )
@@ -229,3 +230,15 @@ def test_what_the_code_of_a_step_stores_to_in_each_step_is_read() -> None:
 )
 def test_how_an_attribute_is_written_is_read(kind: Any, name: str, plainly: bool) -> None:
     assert is_plainly_written([kind.loss], name) == plainly
+
+
+def steered(info: RankInfo) -> None:
+    """Train on two replicas."""
+    trained_state(info, (1, 2), UNCUT, SteeredByOutputs(), max_epochs=1)
+
+
+@pytest.mark.wide
+def test_a_hook_that_steers_by_what_else_a_step_returns_is_warned_of() -> None:
+    outcomes = run_trainers(steered, devices=2, check=False, grace=20.0)
+    said = re.sub(r"\s+", " ", "".join(f"{outcome.error}{outcome.output}" for outcome in outcomes))
+    assert re.search(r"`outputs\['last'\]` in \S+carried_scenarios.py:\d+ steers the next steps", said), said

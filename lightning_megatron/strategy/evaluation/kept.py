@@ -281,7 +281,14 @@ class KeptForHooks(Callback):
             collected = names_only_collected(module, others, read["training_step"])
             if replicas is not None:
                 replicas.read, replicas.collected = read["training_step"], collected
-                replicas.steers = names_steering(module, others)
+                replicas.steers, lines = names_steering(module, others)
+                for line in lines[:1]:
+                    rank_zero_warn(
+                        f"{line} steers the next steps by what `training_step` has returned besides the loss, which "
+                        f"each of the {mesh.layout.data} replicas has of its own samples, as under DDP, and one "
+                        "process of all. Keep it on the module in the step (`self.last = x.detach()`): it is then put "
+                        "together."
+                    )
             read["training_step"] = collected  # what steps go on from stays their replica's
             self._collected = Collected(others, module, self._group)
             place = 1 + max((at for at, each in enumerate(others) if isinstance(each, LoopEnds)), default=-1)

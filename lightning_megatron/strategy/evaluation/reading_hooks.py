@@ -60,9 +60,10 @@ def names_read(module: pl.LightningModule, callbacks: Iterable[Callback], loop: 
     return unaware - aware
 
 
-def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) -> set[str]:
+def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) -> tuple[set[str], list[str]]:
     """Names in the hooks between a step of training and the next that steer it: they set what the step reads, or have
-    to do with gradients, weights and optimizers, and do not know of replicas.
+    to do with gradients, weights and optimizers, and do not know of replicas. And their lines that read what the step
+    has returned besides the loss.
 
     Args:
         module: the user's.
@@ -70,14 +71,28 @@ def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) ->
     """
     owners: list[tuple[Any, Any]] = [(module, None), *((each, Callback) for each in foreign_callbacks(callbacks))]
     step = {name for function in functions_of(module, "training_step") for name in names_in(function.__code__)}
-    found = set[str]()
+    found, lines = set[str](), list[str]()
     for owner, parent in owners:
         for hook in _BETWEEN:
             for names, known in _names(owner, parent, (hook,), module):
                 set_here = {name for each in functions_of(owner, hook) for name in attributes_set_in(each.__code__)}
                 if not known and (step & set_here or _STEERS & names):
                     found |= names & step
-    return found
+                    lines += _other_outputs(getattr(owner, hook), 1 if parent is None else 3)
+    return found, lines
+
+
+def _other_outputs(hook: Any, place: int) -> Iterator[str]:
+    """Lines of a hook that read entries of ``outputs``, its argument at a place, other than the loss."""
+    definition, code = definition_of(hook), getattr(hook, "__code__", None)
+    if definition is None or code is None:
+        return
+    given = [each.arg for each in definition.args.args[place : place + 1]]
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in given:
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            if key != "loss":
+                yield f"`{ast.unparse(node)}` in {code.co_filename}:{code.co_firstlineno + node.lineno - 1}"
 
 
 def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:
