@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_megatron.experts.suggested import suggested_plan
+
 
 def not_experts(name: str, why: str) -> str:
     """For what the plan calls a group of experts, and is none.
@@ -64,6 +66,9 @@ def none_found(module: nn.Module, whole: Mapping[str, str], size: int, parts: in
         named = ((name, type(child).__name__) for name, child in module.named_modules())
         called = next((each for each in named if "expert" in each[1].lower()), None)
         seen = f" `{called[0]}` is called {called[1]}, but is none of those that can be." if called else ""
+    plan = suggested_plan(module, size) if parts == 1 else {}
+    if plan:
+        seen += f" Some hold weights that may be those of experts, which `expert_parallel_plan={plan}` distributes."
     name, value = ("expert_parallel_size", size) if size > 1 else ("expert_tensor_parallel_size", parts)
     return (
         f"`{name}={value}` shares out experts, but none were found that can be.{seen} Experts are modules "

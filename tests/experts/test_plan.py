@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.experts.by_plan import ExpertPlan
+from lightning_megatron.experts.split import ExpertSplit
 from tests.experts.expert_scenarios import fit
 from tests.experts.planned import PLANNED
 from tests.harness import one_process, run_trainers
@@ -77,6 +78,22 @@ def test_a_plan_is_spread_over_the_names_that_it_means():
     plan = ExpertPlan.of({"layers.*.bank": "experts", "bank.up": 1, "1.router": "whole"}, Net())
     assert plan.kinds == {"layers.0.bank": "experts", "layers.1.bank": "experts", "layers.1.router": "whole"}
     assert plan.dims_in("layers.1.bank") == {"up": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("soft", {"layers.*": "gathered"}),
+        ("listed", {"layers.*": "gathered", "layers.*.up.*": 0, "layers.*.down.*": 0}),
+    ],
+)
+def test_weights_that_may_be_those_of_experts_are_named_with_a_plan(name, plan):
+    module = nn.Module()
+    module.layers = nn.ModuleList([PLANNED[name][0](), nn.Conv1d(16, 16, 3), PLANNED[name][0]()])
+    with pytest.raises(ValueError, match=re.escape(f"`expert_parallel_plan={plan}` distributes")):
+        ExpertSplit(module, 2)
+    with pytest.raises(ValueError, match=r"none were found that can be\. Experts are modules"):
+        ExpertSplit(module, 5)
 
 
 @pytest.mark.parametrize(
