@@ -1,5 +1,8 @@
 """A step with experts on every replica, with experts shared out, and of a dense model with as many products per token.
 
+Where they are shared out, replicas tell each other before a backward which exchanges theirs comes to; one contestant
+does not.
+
 ``python -m tests.benchmarks.experts --ranks 2`` alternates them in the same processes, with the same tokens, in float32
 over gloo; each token has two experts of half an MLP's width. Ratios are medians over the rounds. Processor time is that
 of all ranks together, which neighbours on the machine disturb less than the clock.
@@ -10,16 +13,21 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import MoE
+from lightning_megatron.mesh.messages.joint_backwards import JointBackwards
 from tests.benchmarks.contestants import Round, trainer_round
 from tests.benchmarks.model import Size, Task
 from tests.harness import RankInfo, run_job
+
+UNTOLD = "backwards untold"
 
 
 class MixtureTask(Task):
@@ -41,7 +49,7 @@ def contestants(ranks: int, experts: int) -> dict[str, tuple[dict[str, Any], Cal
     """Options of the strategy and the task of each, by name; the others are compared with the first."""
     mixture = partial(MixtureTask, experts=experts)
     found: dict[str, tuple[dict[str, Any], Callable[[Size], Task]]] = {"every replica": ({}, mixture)}
-    found["shared out"] = ({"expert_parallel_size": ranks}, mixture)
+    found["shared out"] = found[UNTOLD] = ({"expert_parallel_size": ranks}, mixture)
     if ranks % 2 == 0:
         found["over tensor ranks"] = ({"expert_parallel_size": ranks, "tensor_parallel_size": 2}, mixture)
     found["dense"] = ({}, Task)
@@ -54,9 +62,11 @@ def compete(info: RankInfo, size: Size, experts: int, steps: int, rounds: int) -
     found: dict[str, list[Round]] = {name: [] for name in entries}
     for _ in range(rounds):
         for name, (options, task) in entries.items():
+            told = mock.patch.object(JointBackwards, "further_roots", return_value=[])
             replicas = info.world_size // options.get("tensor_parallel_size", 1)
             strategy = MegatronStrategy(**options)
-            found[name].append(trainer_round(info, size, steps, strategy, size.batch // replicas, task))
+            with told if name == UNTOLD else nullcontext():
+                found[name].append(trainer_round(info, size, steps, strategy, size.batch // replicas, task))
     return found
 
 
