@@ -38,6 +38,7 @@ _ASSIGNS = frozenset(
     for mark in ("", "_")
 ) | {"aten::_index_put_impl_", "aten::select_scatter", "aten::slice_scatter"}
 _ROOMS = ("data_parallel", "mesh.messages", "strategy.generation")
+_WATCHES = f"{PACKAGE}.mesh.torch_functions"
 _MOVES_WEIGHTS = tuple(f"{PACKAGE}.{room}" for room in _ROOMS)
 
 Known = Callable[[nn.Module], bool]
@@ -204,7 +205,7 @@ def _moves_weights() -> bool:
     """Whether the write is this package's, which gathers weights or lets them come and go."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if not comes_from(frame, "torch", __name__, "contextlib"):
+        if not comes_from(frame, "torch", __name__, _WATCHES, "contextlib"):
             return comes_from(frame, *_MOVES_WEIGHTS)
         frame = frame.f_back
     return False
