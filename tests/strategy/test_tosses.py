@@ -356,6 +356,8 @@ def test_draws_for_a_batch_are_told_from_those_for_samples() -> None:
             for _ in range(size):
                 torch.randn(3)
             torch.multinomial(torch.ones(9), size)
+            F.dropout(torch.ones(2, 16), 0.0)
+            F.dropout2d(torch.ones(2, 16, 2, 2), 0.5, training=False)
     assert [(function, shape) for (_, function, _), shape in draws.of_batch] == [("rand", ())]
 
 

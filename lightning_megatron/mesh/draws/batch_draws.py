@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.draws.answers import RUN_CODE, body_of
-from lightning_megatron.mesh.draws.functions import ANSWERS
+from lightning_megatron.mesh.draws.functions import ANSWERS, draws_nothing
 from lightning_megatron.mesh.other_generators import ORDERS, OtherDraws
 from lightning_megatron.mesh.parts.bytecode import instructions_of
 from lightning_megatron.mesh.torch_functions import line_of_user
@@ -63,7 +63,7 @@ class SeenDraws(TorchFunctionMode):
     """Counts draws while it is active.
 
     Attributes:
-        counts: draw -> how often.
+        counts: draw -> how often; 0 for a dropout that is off.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SeenDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func in ANSWERS and isinstance(output, Tensor) and not (kwargs or {}).get("generator"):
-            self.counts[_place(func, args), tuple(output.shape)] += 1
+            self.counts[_place(func, args), tuple(output.shape)] += not draws_nothing(func, args, kwargs or {})
         return output
 
     def note(self, name: str, shape: Shape) -> None:
@@ -217,6 +217,8 @@ class BatchDraws(TorchFunctionMode):
                 return _BACKWARDS[func](*args, **given)
         if func not in ANSWERS or torch.default_generator.initial_seed() not in self._entered:
             return func(*args, **given)  # which draws nothing, or from a stream of its user's or of a tensor rank
+        if draws_nothing(func, args, given):
+            return func(*args, **given)
         place = _place(func, args)
         if place not in self._shapes and self._notes:
             self._met_late.add(place)

@@ -386,3 +386,11 @@ ANSWERS |= dict.fromkeys((torch.poisson, torch.binomial, torch._standard_gamma, 
 ANSWERS |= dict.fromkeys((torch.nn.init.kaiming_uniform_, torch.svd_lowrank, torch.pca_lowrank), _refusing)
 ANSWERS |= dict.fromkeys((F.fractional_max_pool2d, F.fractional_max_pool3d), _refusing)
 ANSWERS |= dict.fromkeys((F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices), _refusing)
+
+
+def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is a dropout that is off."""
+    if ANSWERS.get(func) not in (_dropout, _feature_dropout, _alpha_dropout):
+        return False
+    _, p, training, _ = _of_dropout(func, args, kwargs)
+    return not training or p in (0.0, 1.0)

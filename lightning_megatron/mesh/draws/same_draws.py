@@ -125,7 +125,9 @@ class SameDraws:
         whole = self._seen.get((index, call), Counter())
         self._places.update(place for place, _ in whole)
         self.of_batch.update(
-            draw for draw, count in whole.items() if parts and all(self._seen[part][draw] == count for part in parts)
+            draw
+            for draw, count in whole.items()
+            if count and parts and all(self._seen[part][draw] == count for part in parts)
         )
         for (name, drawn), *rows in zip(own, *(self._own[part] for part in parts), strict=False):
             both = _joined(tuple(rows), drawn)
