@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from lightning_megatron.mesh.parts.packages import comes_from, is_users
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_users
 from lightning_megatron.mesh.replaced import Replacements
 
 _BETWEEN = ("contextlib", "functools", "importlib")  # call code of others
@@ -42,6 +42,18 @@ def frame_of_user(frame: FrameType | None = None) -> FrameType:
     """
     frame = frame or sys._getframe(1)
     while frame.f_back is not None and not is_users(frame, *_BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+def frame_of_caller(frame: FrameType | None = None) -> FrameType:
+    """The innermost frame that is not this package's: of the user, or of a library that checks what it is given.
+
+    Args:
+        frame: where to look from; the caller's by default.
+    """
+    frame = frame or sys._getframe(1)
+    while frame.f_back is not None and comes_from(frame, PACKAGE, *_BETWEEN):
         frame = frame.f_back
     return frame
 

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.autograd import graph_behind
-from lightning_megatron.mesh.torch_functions import frame_of_user, line_of_user
+from lightning_megatron.mesh.torch_functions import frame_of_caller
 from lightning_megatron.strategy.loss.trials.counting import (
     DECIDES,
     ORDERS,
     Asked,
     Counting,
+    called_at,
     functions_called,
     number_of,
 )
@@ -84,7 +85,7 @@ class Bends(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._nodes: list[tuple[Any, Bend, int, float]] = []
-        self._compared: list[tuple[Tensor, Bend, float]] = []
+        self._compared: list[tuple[Tensor, Asked]] = []
         self._pieces: dict[int, dict[Bend, _Met]] = {}
         self._met: dict[Bend, _Met] = {}
         self._counting = Counting(module, self._note_decision)
@@ -173,7 +174,7 @@ class Bends(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             value = sum(number_of(tensor) for tensor in tensors)
         entries = max(tensor.numel() for tensor in (found, *tensors))
-        self._nodes.append((found.grad_fn, _here(func, "corner"), entries, value))
+        self._nodes.append((found.grad_fn, Bend(called_at(func), "corner"), entries, value))
 
     def _note_compared(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
         """Note a comparison, but for those of counts with whole numbers, and of weights alone."""
@@ -185,12 +186,12 @@ class Bends(TorchFunctionMode):
             limits = [float(each) for each in args if isinstance(each, (int, float))]
             counts = all(value.is_integer() for value in (*values, *limits))
             if any(each.requires_grad for each in numbers) or not counts:
-                self._compared.append((found, _here(func, "decision"), sum(values)))
+                self._compared.append((found, Asked(called_at(func), 1, sum(values))))
 
     def _note_decided(self, asked: Any) -> None:
-        for found, bend, value in self._compared:
+        for found, number in self._compared:
             if found is asked:
-                self._note_decision(Asked(bend.line, 1, value), decided_at(frame_of_user()))
+                self._note_decision(number, decided_at(frame_of_caller()))
 
     def _note_decision(self, asked: Asked, kind: Decided) -> None:
         if kind == "filter":  # one number of those that remain, by how many turns of a loop are asked
@@ -203,7 +204,3 @@ class Bends(TorchFunctionMode):
         met = self._met.setdefault(bend, _Met())
         met.entries += entries
         met.values.append(value)
-
-
-def _here(func: Any, kind: Literal["corner", "decision"]) -> Bend:
-    return Bend(f"`{func.__name__.strip('_')}` in {line_of_user()}", kind)

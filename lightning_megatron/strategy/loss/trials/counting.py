@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_megatron.mesh.torch_functions import METADATA, frame_of_user, line_of_frame
+from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, frame_of_user, line_of_frame
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
 from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt
 
@@ -117,13 +117,13 @@ class Counting:
         if func in _LOSSES or func in _INDEX:
             self._note_table(func, args, kwargs)
         if func in _COMPARISONS and self._compares(found, given):
-            self._asked[found] = Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))) + 1.0)
+            self._asked[found] = Asked(called_at(func), found.numel(), _number_of_floats(given) + 1.0)
             return found
         if func in _TABLES and self._looks_up(func, found, args):
-            self._asked[found] = Asked(_here(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
+            self._asked[found] = Asked(called_at(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
             return found
         if func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
-            self.nodes.append((found.grad_fn, Asked(_here(func), found.numel(), sum(map(number_of, _floats(given))))))
+            self.nodes.append((found.grad_fn, Asked(called_at(func), found.numel(), _number_of_floats(given))))
         asked = min(self._known(given), key=lambda each: each.entries, default=None)
         if func in DECIDES and isinstance(args[0], Tensor):
             return self._take(func, found, args[0], asked)
@@ -143,7 +143,7 @@ class Counting:
     def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
         """Take note of a number that leaves torch, followed where Python lets it be."""
         if isinstance(found, bool):
-            frame = frame_of_user()
+            frame = frame_of_caller()
             kind = decided_at(frame)
             if kind == "filter":  # whatever of
                 self._decide(Asked(f"a condition in {line_of_frame(frame)}", 1, 0.0), kind)
@@ -151,8 +151,8 @@ class Counting:
                 self._decide(asked, kind)
         elif func not in _ITEM and not self._is_own(tensor):
             if asked is not None or (tensor.is_floating_point() and tensor.numel() == 1):
-                number = asked or Asked(_here(func), 1, number_of(tensor))
-                self._decide(number, decided_later(frame_of_user(), counts=asked is not None))
+                number = asked or Asked(called_at(func), 1, number_of(tensor))
+                self._decide(number, decided_later(frame_of_caller(), counts=asked is not None))
         elif func in _ITEM and isinstance(found, (float, int)) and not self._is_own(tensor):
             taken = TakenFloat if isinstance(found, float) else TakenInt
             return taken(found).by(self.compared, asked, graded=tensor.requires_grad)
@@ -247,5 +247,10 @@ def _floats(given: Sequence[Any]) -> list[Tensor]:
     return [each for each in tensors_among(given) if each.is_floating_point()]
 
 
-def _here(func: Any) -> str:
+def _number_of_floats(given: Sequence[Any]) -> float:
+    return sum(map(number_of, _floats(given)))
+
+
+def called_at(func: Any) -> str:
+    """A function's name, and the user's line that calls it."""
     return f"`{func.__name__.strip('_')}` in {line_of_frame(frame_of_user())}"

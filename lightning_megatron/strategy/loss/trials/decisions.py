@@ -89,10 +89,11 @@ def _used(code: CodeType, line: int, counts: bool) -> Decided:
         return ""
     names = _names_set_by(statement)
     users = [each for each in _statements(definition) if each is not statement and names & _names_in(_heads(each))]
-    found = [statement, *users] if counts or not names else users
-    if not counts:
-        found = [each for each in [statement, *users] if any(map(_compares, _heads(each)))]
-    kinds = [_changed_by(each) for each in found if not (counts and each is statement and names)]
+    if counts:
+        found = users if names else [statement]
+    else:
+        found = [each for each in (statement, *users) if any(map(_compares, _heads(each)))]
+    kinds = map(_changed_by, found)
     return max(kinds, key=["", "decision", "choice"].index, default="")
 
 
