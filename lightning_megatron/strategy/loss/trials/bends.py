@@ -49,6 +49,7 @@ _SAID = {
     "decision": "`training_step` decides something by a number of the batch",
     "choice": "`training_step` decides something by a number of the batch",
     "count": "the loss of `training_step` counts what it finds in the batch by comparing numbers",
+    "filter": "the loss of `training_step` counts what it finds in the batch by comparing numbers",
 }
 
 
@@ -57,11 +58,12 @@ class Bend(NamedTuple):
 
     Attributes:
         line: of the user's code.
-        kind: a corner; a choice of what is returned; a decision that may be about what the step keeps instead; a count.
+        kind: a corner; a choice of what is returned; a decision that may be about what the step keeps instead; a count;
+            a choice of samples in a loop, which count.
     """
 
     line: str
-    kind: Literal["corner", "choice", "decision", "count"]
+    kind: Literal["corner", "choice", "decision", "count", "filter"]
 
     def __str__(self) -> str:
         return f"{_SAID[self.kind]} ({self.line})"
@@ -152,17 +154,23 @@ class Bends(TorchFunctionMode):
         self._nodes, self._compared = [], []
         self._counting.end()
 
-    def of_batch(self, both: int, parts: Sequence[int]) -> Bend | None:
+    def of_batch(self, both: int, parts: Sequence[int], sizes: Sequence[int]) -> Bend | None:
         """The first that the pieces have once together, and not each its own; ``None`` if there is none.
 
         Args:
             both: number of a piece.
             parts: of those that it consists of.
+            sizes: samples of every piece.
         """
         if not all(piece in self._pieces for piece in (both, *parts)):
             return None
         for bend, met in self._pieces[both].items():
             each = [self._pieces[part].get(bend, _Met()) for part in parts]
+            if bend.kind == "filter":  # a loop over experts that are met has turns as well
+                shares = {len(one.values) / sizes[at] for one, at in zip((met, *each), (both, *parts), strict=True)}
+                if len(shares) == 1 and shares.pop() % 1 == 0:
+                    return bend
+                continue
             fewer = 0 < met.entries < sum(one.entries for one in each)
             if fewer and (any(one.values != met.values for one in each) or not any(met.values)):
                 return bend  # numbers that are zero may be of few samples
@@ -194,10 +202,7 @@ class Bends(TorchFunctionMode):
                 self._note_decision(number, decided_at(frame_of_caller()))
 
     def _note_decision(self, asked: Asked, kind: Decided) -> None:
-        if kind == "filter":  # one number of those that remain, by how many turns of a loop are asked
-            met = self._met.setdefault(Bend(asked.line, "count"), _Met(1))
-            met.values.append(1.0)
-        elif kind:
+        if kind:
             self._add(Bend(asked.line, kind), asked.entries, asked.value)
 
     def _add(self, bend: Bend, entries: int, value: float) -> None:

@@ -288,7 +288,8 @@ class Tried:
     @property
     def bend(self) -> Bend | None:
         """The place at which the loss bends at a number of the batch; ``None`` for none."""
-        return next(filter(None, (self.met.of_batch(*join) for join in self._pieces.joins.items())), None)
+        sizes = [batch_size_of(piece) for piece in self._pieces.pieces]
+        return next(filter(None, (self.met.of_batch(*join, sizes) for join in self._pieces.joins.items())), None)
 
     @property
     def draws_compiled(self) -> bool:
