@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lightning_megatron.mesh.nested import Nested
 
+graph_task = torch._C._current_graph_task_id
+"""Number of the backward that runs on this thread, -1 for none: `in_backward`, where each call of a layer asks."""
+
 
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread, so that a module called now is a recomputation."""
@@ -112,9 +115,13 @@ class HandsOn:
     around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
+saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The latest hooks on saved tensors, of whatever kind; ``None`` for none."""
+
+
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The hooks that autograd hands saved tensors to at present, by way of those that hand them on."""
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top: Any = saved_hooks(True)
     while top is not None and isinstance(owner := getattr(top[0], "__self__", None), HandsOn):
         top = owner.around
     return top  # type: ignore[no-any-return]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -77,28 +78,31 @@ class StepPrecision:
     def __init__(self) -> None:
         self._around: RunningPrecision | None = None
         self._inside: RunningPrecision | None = None
+        self._steps = _Step(self)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Around a step, outside of the context of its precision."""
-        self._around = RunningPrecision.now()
-        try:
-            yield
-        finally:
-            self._around = None
+        return self._steps
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def begin(self) -> None:
+        """A step begins."""
+        self._around = RunningPrecision.now()
+
+    def end(self) -> None:
+        """It has ended."""
+        self._around = None
+
+    def backward(self) -> AbstractContextManager[None]:
         """Around a backward in the middle of a step; changes nothing outside of steps."""
         if self._around is None:
-            yield
-            return
-        before, self._inside = self._inside, RunningPrecision.now()
-        try:
-            with self._around.entered(self._inside):
-                yield
-        finally:
-            self._inside = before
+            return nullcontext()
+        now = RunningPrecision.now()
+        return _Backward(self, now, None if now == self._around else self._around.entered(now))
+
+    def swap(self, inside: RunningPrecision | None) -> RunningPrecision | None:
+        """Say in which precision the step runs whose backward comes now; gives that of one around it."""
+        before, self._inside = self._inside, inside
+        return before
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -112,3 +116,37 @@ class StepPrecision:
                     yield
         finally:
             self._inside = inside
+
+
+class _Step(AbstractContextManager[None]):
+    """Around the steps of a run."""
+
+    def __init__(self, owner: StepPrecision) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._owner.begin()
+
+    def __exit__(self, *error: Any) -> None:
+        self._owner.end()
+
+
+class _Backward(AbstractContextManager[None]):
+    """Around one backward: notes the step's precision, and enters another one only where it differs."""
+
+    def __init__(
+        self, owner: StepPrecision, inside: RunningPrecision, other: AbstractContextManager[None] | None
+    ) -> None:
+        self._owner, self._inside, self._other = owner, inside, other
+
+    def __enter__(self) -> None:
+        self._before = self._owner.swap(self._inside)
+        if self._other is not None:
+            self._other.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._other is not None:
+                self._other.__exit__(*error)
+        finally:
+            self._owner.swap(self._before)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_users
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_users, runs_for_users
 from lightning_megatron.mesh.replaced import Replacements
 
 _BETWEEN = ("contextlib", "functools", "importlib")  # call code of others
@@ -41,7 +41,7 @@ def frame_of_user(frame: FrameType | None = None) -> FrameType:
         frame: where to look from; the caller's by default.
     """
     frame = frame or sys._getframe(1)
-    while frame.f_back is not None and not is_users(frame, *_BETWEEN):
+    while frame.f_back is not None and not runs_for_users(frame, _BETWEEN):
         frame = frame.f_back
     return frame
 

@@ -9,7 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +43,17 @@ def _of_others(pid: int) -> None:
 
 def _as_it_is(error: BaseException) -> None:
     """An error says enough by itself."""
+
+
+class _NamingFailures(AbstractContextManager[None]):
+    """Around what may fail on some ranks: tells ``name`` of an error; entered several times in each step."""
+
+    def __init__(self, name: Callable[[Exception], None]) -> None:
+        self._name = name
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            self._name(error)
 
 
 class Processes:
@@ -81,6 +92,7 @@ class Processes:
         self.constructions: list[Construction] = []
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
+        self._naming = _NamingFailures(self.name_failure)
 
     def __getstate__(self) -> dict[str, Any]:
         """Options and numbers: a copy, or what another process unpickles, has met nobody yet."""
@@ -249,19 +261,18 @@ class Processes:
         with self.naming_failures():
             return objects.broadcast(value, source)
 
-    @contextmanager
-    def naming_failures(self) -> Generator[None, None, None]:
+    def naming_failures(self) -> AbstractContextManager[None]:
         """Report an exception raised here, or say which other rank it came from."""
-        try:
-            yield
-        except Exception as error:
-            watch = self._watch
-            remote = _cause(watch, error, 3.0) if watch is not None else None
-            if watch is not None and remote is not None and not isinstance(error, (RemoteFailure, AgreedFailure)):
-                watch.stop()
-                raise RemoteFailure(str(remote)) from error
-            self.report(error)
-            raise
+        return self._naming
+
+    def name_failure(self, error: Exception) -> None:
+        """Report an exception, or raise what says which other rank it came from."""
+        watch = self._watch
+        remote = _cause(watch, error, 3.0) if watch is not None else None
+        if watch is not None and remote is not None and not isinstance(error, (RemoteFailure, AgreedFailure)):
+            watch.stop()
+            raise RemoteFailure(str(remote)) from error
+        self.report(error)
 
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks of a failure that began here; not of the echo of another rank's."""

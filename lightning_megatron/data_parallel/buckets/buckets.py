@@ -86,7 +86,7 @@ class GradientBuckets:
         self._rests = False
         self._own: list[Bucket] = []
         self._tied: list[Bucket] = []
-        self._places: dict[int, tuple[Bucket, int]] = {}
+        self.places: dict[int, tuple[Bucket, int]] = {}  # by id of a parameter: its bucket, and its index there
         self.launches = Launches(self._launch)
         self._under_way: list[Bucket] = []
         self.on_arrival: Callable[[Bucket, int], None] | None = None
@@ -120,11 +120,11 @@ class GradientBuckets:
 
     def place_of(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
         """The bucket of a parameter, and its index there; ``None`` if it never took part in training."""
-        return self._places.get(id(parameter))
+        return self.places.get(id(parameter))
 
     def piece_of(self, parameter: nn.Parameter) -> Piece | None:
         """This rank's piece of a parameter; ``None`` if it has none, or the optimizer updates the parameter itself."""
-        bucket, index = self._places.get(id(parameter), (None, 0))
+        bucket, index = self.places.get(id(parameter), (None, 0))
         return bucket.pieces.get(index) if bucket is not None else None
 
     def begin(
@@ -145,7 +145,7 @@ class GradientBuckets:
             scale: factor of the loss; the sums are divided by it too.
             once: whether a single backward follows.
         """
-        if any(p.requires_grad and id(p) not in self._places for p in self._parameters.values()):
+        if any(p.requires_grad for p in self._unplaced):
             self._build()
         self._reduce = reduce
         self._final = False
@@ -153,8 +153,7 @@ class GradientBuckets:
         self._wake(True)
         self.launches.begin()
         self._divide_by = divide_by * scale
-        late = once and reduce
-        others = self._begin_sums(fresh, scale * divide_by)
+        late, others = once and reduce, self._begin_sums(fresh, scale * divide_by)
         for bucket in others:  # all must agree on `late` before any is laid out for it
             point_back(bucket)
             bucket.launched = False
@@ -306,19 +305,20 @@ class GradientBuckets:
 
     def _build(self) -> None:
         """Make buckets for trained parameters that have none yet: all at first, later those just unfrozen."""
-        new = {n: p for n, p in self._parameters.items() if p.requires_grad and id(p) not in self._places}
+        new = {n: p for n, p in self._parameters.items() if p.requires_grad and id(p) not in self.places}
         own = [(n, p) for n, p in new.items() if n not in self._shared]
         for members in fill(reversed(own), self._bucket_bytes, self._lowered, self._apart):
             self._own.append(self._make(members, self._replicas, shared=False))
         for members in fill_by_holders(new, self._shared, self._lowered):
             self._tied.append(self._make(members, self._shared[members[0][0]], shared=True))
+        self._unplaced = [p for p in self._parameters.values() if id(p) not in self.places]
 
     def _make(self, members: list[tuple[str, nn.Parameter]], sharing: Sharing, shared: bool) -> Bucket:
         apart = not shared and members[0][0] in self._apart
         bucket = make_bucket(members, sharing, shared=shared, apart=apart, layout=self._layout)
         bucket.scattered = False
         for index, parameter in enumerate(bucket.parameters):
-            self._places[id(parameter)] = bucket, index
+            self.places[id(parameter)] = bucket, index
             self._hooks[id(parameter)] = ArrivalHook(self.arrived, bucket, index)
         return bucket
 

@@ -162,12 +162,12 @@ class PiecewiseUpdate:
         Raises:
             RuntimeError: the parameter has a gradient that was never reduced, as it was frozen when the batch began.
         """
-        bucket, index = self._buckets.place_of(parameter) or (None, 0)
+        bucket, index = self._buckets.places.get(id(parameter), (None, 0))
         if bucket is not None:
             piece = bucket.pieces.get(index)
             if bucket.weights is None or piece is None:
                 return parameter if bucket.weights is None else None
-            return key_of(parameter, piece, self._wholes)
+            return piece.stepped if self._wholes is None else key_of(parameter, piece, self._wholes)
         if parameter.grad is not None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient although it was frozen when the batch "

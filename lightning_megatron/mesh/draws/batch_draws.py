@@ -91,13 +91,14 @@ class BatchDraws(TorchFunctionMode):
     Attributes:
         is_on: whether a trial has seen any draw for a batch from torch's generators.
         others: lines that may draw from Python's and NumPy's generators.
+        mentioned: lines of the step that mention functions which draw, and their names.
     """
 
     def __init__(self, device: torch.device, seed: Callable[[int, int, int], int]) -> None:
         super().__init__()
         self._device, self._seed = device, seed
         self.is_on = False
-        self._mentioned: set[tuple[str, str]] = set()
+        self.mentioned: set[tuple[str, str]] = set()
         self.others, self._compiled = OtherDraws(), False
         self._met_late, self._guessed = set[Place](), set[Place]()
         self._asked, self._notes = 0, False
@@ -117,12 +118,12 @@ class BatchDraws(TorchFunctionMode):
         self._compiled = compiled and bool(others.lines)
         if not compiled:
             self.others = others
-            self._mentioned = lines_that_draw(function.__code__ for function in functions) | others.lines
+            self.mentioned = lines_that_draw(function.__code__ for function in functions) | others.lines
 
     @property
     def others_may_come(self) -> bool:
         """Whether a step may draw from Python's or NumPy's generator where no trial has."""
-        return self._compiled or any(map(_is_of_others, self._mentioned))
+        return self._compiled or any(map(_is_of_others, self.mentioned))
 
     def orders(self, met: Iterable[Place]) -> str:
         """A function that may put the samples of a batch in an order and that no trial has met, and its line; or "".
@@ -130,13 +131,13 @@ class BatchDraws(TorchFunctionMode):
         Args:
             met: by the latest trial.
         """
-        left = self._mentioned - {(line, name) for line, name, _ in met}
+        left = self.mentioned - {(line, name) for line, name, _ in met}
         orders = [(line, name) for line, name in left if name in _ORDERS]
         return min((f"`{name if '.' in name else 'torch.' + name}` in {line}" for line, name in orders), default="")
 
     def may_draw(self, *, training: bool = True) -> bool:
         """Whether any draw of a step may be for the batch."""
-        return self.is_on or (training and bool(self._mentioned))
+        return self.is_on or (training and bool(self.mentioned))
 
     def asks(self) -> bool:
         """Whether a trial may show what a draw is for that a step has met, and no trial."""
@@ -161,7 +162,7 @@ class BatchDraws(TorchFunctionMode):
             self._guessed.discard(place)
             self._shapes.setdefault(place, set())
             self._met_late.discard(place)
-            self._mentioned = {one for one in self._mentioned if not _is_met(one, place)}
+            self.mentioned = {one for one in self.mentioned if not _is_met(one, place)}
         for place, shape in of_batch:
             self._shapes.setdefault(place, set()).add(shape)
             if _is_of_others(place):
@@ -186,7 +187,7 @@ class BatchDraws(TorchFunctionMode):
         self._entered.clear()
         self._met.clear()
         self._notes = training
-        unmet = training and any(map(_is_of_others, self._mentioned))
+        unmet = training and any(map(_is_of_others, self.mentioned))
         with self, self.others.noting(self._meet) if unmet else contextlib.nullcontext():
             yield
 

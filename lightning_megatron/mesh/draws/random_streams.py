@@ -19,6 +19,7 @@ them, its key, and what it gives comes from that key and the place of the sample
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import sys
@@ -53,6 +54,12 @@ def absorb(state: int, *values: int) -> int:
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state
+
+
+@functools.lru_cache(maxsize=256)
+def _state_in(step: int, micro_batch: int) -> int:
+    """State of a micro-batch, from which each of its segments starts."""
+    return absorb(step, micro_batch)
 
 
 class SegmentStreams:
@@ -305,7 +312,7 @@ class SegmentStreams:
 
     def _enter_known(self, seed: int, segment: int, call: int = 0) -> None:
         """Reseed torch's generators with a known seed."""
-        if self.of_batch.may_draw():
+        if self.of_batch.is_on or self.of_batch.mentioned:  # as `may_draw`, at each layer
             self.of_batch.enter(seed, segment, call)
         if segment > 0 and self.others_in_layers and self.draws is None and not self._alike:
             self._between = self._between or all_of_others()
@@ -321,7 +328,7 @@ class SegmentStreams:
         return self._alike and bool(self._entered) and seed not in self._entered
 
     def _state_of(self, micro_batch: int) -> int:
-        return absorb(self.step_state, 0 if self._alike or self.draws is not None else micro_batch)
+        return _state_in(self.step_state, 0 if self._alike or self.draws is not None else micro_batch)
 
     def _seed_for_batch(self, *place: int) -> int:
         return absorb(self._state_of(0), *place) & _MASK

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.autograd import graph_task, in_backward
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.parts.packages import comes_from
 
@@ -58,14 +58,14 @@ class SegmentHooks:
             handle.remove()
 
     def _leave(self, layer: int, *_: Any) -> None:
-        if self._micro_batch is not None and not in_backward():
+        if self._micro_batch is not None and graph_task() == -1:
             self._streams.leave(layer, self._calls[1 + layer] - 1)
 
     def _enter(self, segment: int, *_: Any) -> None:
         if self._micro_batch is None:
             return
         call = self._calls.get(segment, 0)
-        if in_backward():  # the user's activation checkpointing recomputes, and must draw the same numbers
+        if graph_task() != -1:  # the user's activation checkpointing recomputes, and must draw the same numbers
             self._streams.enter(self._micro_batch, segment, max(0, call - 1))
             return
         self._calls[segment] = call + 1

@@ -88,6 +88,16 @@ def is_users(thing: Any, *libraries: str) -> bool:
     return package not in _NOT_USERS and package not in libraries
 
 
+def runs_for_users(frame: types.FrameType, libraries: tuple[str, ...] = ()) -> bool:
+    """The same of a frame, as many are asked one after the other: by its module's name, once for each name."""
+    return _is_users_module(frame.f_globals.get("__name__"), libraries)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users_module(name: Any, libraries: tuple[str, ...]) -> bool:
+    return is_users({"__name__": name}, *libraries)
+
+
 def is_library(thing: Any) -> bool:
     """Whether something is Python's own, or of a library that is known not to hold what user code keeps."""
     return package_of(thing) in _LIBRARIES

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_megatron.mesh.autograd import innermost_hooks
+from lightning_megatron.mesh.autograd import innermost_hooks, saved_hooks
 from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.mesh.torch_functions import line_of_user
 
@@ -37,7 +37,7 @@ def check_checkpoint(index: int, name: str) -> None:
     """
     # A reentrant checkpoint runs its forward without gradients; the other kind has hooks on what autograd saves.
     local = "gen" if torch.is_grad_enabled() else "ctx"
-    if local == "gen" and innermost_hooks() is None:
+    if local == "gen" and (saved_hooks(True) is None or innermost_hooks() is None):
         return
     function = "checkpoint" if local == "gen" else "forward"
     frame: FrameType | None = sys._getframe(1)

@@ -32,6 +32,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.transport import Message, Transport
 
+_NOTHING = nullcontext()
 _NOTES = 1 << 20  # tag of messages that no schedule lists
 
 
@@ -155,7 +156,7 @@ class StageLinks:
         if replicas is not None:
             whole, dtype = shapes[0]
             shapes = [((math.prod(whole) // replicas.size(),), dtype), *shapes[1:]]
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
         messages = [self._transport.receive(tensor, self._peers[stage], tag) for tensor in tensors]
         return Transfer(tensors, messages, whole, replicas)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.autograd import graph_task, in_backward
 from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, users_hook
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
 from lightning_megatron.pipeline.forwards.entry import Entry
@@ -143,7 +143,7 @@ class LayerCall(HookedCall):
 
     def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`HookedCall`."""
-        if self.cursor.recomputes and not in_backward():
+        if self.cursor.recomputes and graph_task() == -1:
             check_checkpoint(self.index, self.sentinel.name)
         return self.cursor.call_layer(self.index, self, args, kwargs)
 

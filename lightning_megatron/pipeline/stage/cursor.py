@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.mesh.autograd import in_backward, version_of
+from lightning_megatron.mesh.autograd import graph_task, in_backward, version_of
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.draws.segment_hooks import PartHooks
 from lightning_megatron.mesh.key_value_caches import in_caches, with_own_caches
@@ -184,7 +184,7 @@ class StageCursor:
             if self.received.effects is not None:
                 self.side_effects.repeat(index, args, kwargs, None)
             return args[0]
-        if in_backward():
+        if graph_task() != -1:
             return self._recompute(index, call, args, kwargs)
         return self.follow(index, call, args, kwargs)
 

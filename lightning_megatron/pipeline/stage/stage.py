@@ -78,7 +78,7 @@ class Stage:
         self.partition = partition
         self.presence = presence
         self.stage, self.device = presence.stage, device
-        self._begins = presence.begins_here()
+        self._marks, self._begins = Marks.of(module), presence.begins_here()
         trunk = partition.trunk
         self._numbers = {name: number for number, name in enumerate((*trunk.layer_names, *sorted(partition.before)))}
         effects = SideEffects(module, list(self._numbers), len(trunk.layer_names), device)
@@ -215,7 +215,7 @@ class Stage:
         return self.cursor.side_effects.found_in(where)
 
     def _run(self, *args: Any) -> StageRun:
-        joint = Marks.of(self.module).get(JointBackwards)
+        joint = self._marks.get(JointBackwards)
         if joint is None:
             return self._run_alone(*args)
         with joint.noting() as noted:

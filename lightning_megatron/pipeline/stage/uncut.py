@@ -34,7 +34,7 @@ class UncutModule:
     leaves_out = False
 
     def __init__(self, module: nn.Module, streams: SegmentStreams) -> None:
-        self._module, self._streams = module, streams
+        self._marks, self._streams = Marks.of(module), streams
         self._segments = _segments(module, streams)
 
     def run(
@@ -60,7 +60,7 @@ class UncutModule:
             trunk_only: never, with one stage.
         """
         self.enter(micro_batch)
-        joint = Marks.of(self._module).get(JointBackwards)
+        joint = self._marks.get(JointBackwards)
         if joint is None:
             return StageRun(micro_batch, received, Boundary(), step(batch, micro_batch))
         with joint.noting() as noted:

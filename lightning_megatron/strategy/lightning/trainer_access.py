@@ -290,9 +290,10 @@ def stops(module: pl.LightningModule) -> bool:
 @contextmanager
 def in_hook(module: pl.LightningModule, name: str) -> Generator[None, None, None]:
     """Let ``self.log`` take the calls in here for those of the hook called ``name``."""
-    hook, module._current_fx_name = module._current_fx_name, name
+    attributes = module.__dict__  # a module takes an attribute as it is only after a dozen calls
+    hook, attributes["_current_fx_name"] = module._current_fx_name, name
     yield
-    module._current_fx_name = hook
+    attributes["_current_fx_name"] = hook
 
 
 def present(value: T | None, name: str) -> T:

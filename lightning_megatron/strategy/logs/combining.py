@@ -180,15 +180,15 @@ class Narrowed:
         return self.chosen[key]
 
 
-def counts_for(logs: Mapping[str, Any], part: Any) -> dict[Any, float]:
-    """Weight of a part of a batch in the means of logged numbers.
+def counts_for(logs: Mapping[str, Any], *parts: Any) -> list[dict[Any, float]]:
+    """Weights of parts of a batch in the means of logged numbers.
 
     Args:
         logs: by key, how values combine.
-        part: of the batch.
+        parts: of the batch.
     """
     ways = {how.weigh for how in logs.values() if isinstance(how, Mean) and callable(how.weigh)}
-    return {"sizes": float(batch_size_of(part)), **{way: way(part) for way in ways}}
+    return [{"sizes": float(batch_size_of(part)), **{way: way(part) for way in ways}} for part in parts]
 
 
 def combine(how: Any, values: Tensor, weights: Tensor) -> Tensor:

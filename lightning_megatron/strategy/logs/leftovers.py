@@ -132,9 +132,15 @@ class Leftovers:
 
     def _of_optimizers(self) -> dict[tuple[str, str], Any]:
         """Plain options of optimizers and schedulers, by table and key."""
-        tables = tables_of_optimizers(self._module)
-        found = ((table.name, key, table.values.get(key)) for table in tables for key in table.keys if key != "params")
-        return {(name, key): value for name, key, value in found if _followed(value, 2)}
+        return {
+            (table.name, key): value
+            for table in tables_of_optimizers(self._module)
+            for key in table.keys
+            if key != "params"
+            and (
+                (known := _KINDS[(value := table.values.get(key)).__class__]) or (known is None and _followed(value, 2))
+            )
+        }
 
     def changes(self) -> list[tuple[str, str, Any, Any]]:
         """Changes since the snapshot: ``(kind, attribute, length before, value)``; kind is ``set`` or ``extend``, or

@@ -18,6 +18,8 @@ from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.traces import LastStageWrites
 from lightning_megatron.strategy.step.step_context import Recording
 
+_NOTHING = nullcontext()
+
 
 class Recorded:
     """The user's step, telling the recorder which micro-batch its logs belong to."""
@@ -39,15 +41,15 @@ class Recorded:
         self._chunks, self._left = chunks, [chunks] * len(parts)
         self._weights = cut.weights
         self._once = cut.once
-        self._once.begin(parts, cut.weights)
-        self._counts = [counts_for(cut.logs, part) for part in parts]
+        self._counts = counts_for(cut.logs, *parts)
+        self._once.begin(parts, cut.weights, [count["sizes"] for count in self._counts])
         self._shares = shares_of(recorder, parts)
 
     def __call__(self, part: Any, index: int) -> Any:
         turn = self._chunks - self._left[index]
         self._recorder.begin_micro_batch(self._weights[index], self._counts[index], self._shares[index])
         self._left[index] -= 1
-        with self._writes.undone() if self._left[index] else nullcontext():
+        with self._writes.undone() if self._left[index] else _NOTHING:
             self._once.put_back(turn)
             try:
                 return self._call(part) if self._batches is None else self._on_copy(self._batches, part, index)
@@ -100,7 +102,8 @@ class RecordedAround:
         self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
         self._logs = cut.logs
         self._turns = [0] * len(cut.layers)
-        self._once.begin(cut.layers, [float(batch_size_of(part)) for part in cut.layers])
+        sizes = [float(batch_size_of(part)) for part in cut.layers]
+        self._once.begin(cut.layers, sizes, sizes)
 
     def layers(self, part: Any, index: int) -> Any:
         """On a micro-batch, for its layers."""
@@ -128,7 +131,7 @@ class RecordedAround:
     def behind(self, batch: Any, _: int) -> Any:
         """On the whole batch, from the layers' output on."""
         self._once.put_back(0)
-        counts, shares = counts_for(self._logs, batch), shares_of(self._recorder, [batch])[0]
+        (counts,), shares = counts_for(self._logs, batch), shares_of(self._recorder, [batch])[0]
         self._recorder.begin_micro_batch(self._weight, counts, shares)
         return self._whole(batch, last=True)
 

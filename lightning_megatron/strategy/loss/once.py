@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.pipeline.elsewhere.absent import Absent
@@ -112,18 +111,19 @@ class OncePerBatch:
         found._slots = self._slots
         return found
 
-    def begin(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
+    def begin(self, parts: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> None:
         """Remember them at the start of a batch.
 
         Args:
             parts: its micro-batches.
             weights: of their losses.
+            sizes: samples of each.
         """
         for name, key, unlike in self._unlike:
             if unlike:
                 self._refuse(name, key, known=True)
         self._unlike.clear()
-        self._sizes, self._runs, self.unforeseen = [float(batch_size_of(part)) for part in parts], 0, ""
+        self._sizes, self._runs, self.unforeseen = sizes, 0, ""
         self._weights: dict[Any, Sequence[float]] = {"sizes": self._sizes, _LOSS: weights}
         for way in {slot.kind for slot in self._slots if callable(slot.kind)}:
             self._weights[way] = [way(part) for part in parts]
@@ -213,7 +213,7 @@ class OncePerBatch:
         """
         known = len(self._slots)
         for values, key, value, inside in self._watched if count > 1 else ():
-            now = values.get(key, MISSING)
+            now = values[key] if key in values else MISSING  # noqa: SIM401  # a call less for each, in every micro-batch
             if now is value and (inside is None or _is_as_marked(now, inside)):
                 continue
             passing = isinstance(now, list) and key not in appended_names(type(self._root)) and has_graph(now)

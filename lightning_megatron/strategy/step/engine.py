@@ -41,6 +41,8 @@ from lightning_megatron.strategy.step.step import Outcome, Step
 from lightning_megatron.strategy.step.step_context import Recording, Stages, StepContext
 from lightning_megatron.strategy.world import REAL_WORLD, World
 
+_NOTHING = nullcontext()
+
 
 class StepEngine:
     """Runs the user's steps on one rank: a training step forward and backward, an evaluation step forward only.
@@ -144,7 +146,7 @@ class StepEngine:
 
     def between_passes(self) -> AbstractContextManager[None]:
         """Around an update, in whose hooks user code sees the module as between steps, also in the middle of a step."""
-        return self.whole.between_passes() if isinstance(self.whole, StepByHand) else nullcontext()
+        return self.whole.between_passes() if isinstance(self.whole, StepByHand) else _NOTHING
 
     @property
     def sums_gradients(self) -> bool:

@@ -71,7 +71,7 @@ class PlainStep:
         with recording as recorder, _NOTHING if automatic else self._backwards:
             shares = shares_of(recorder, [batch])[0]
             if cut.logs or self._cuts.weighs or shares:
-                recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch), shares)
+                recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch)[0], shares)
             output = self._experts.joining(call)(batch)
             unseen = self._cuts.trials.tells
             outcome = Outcome(recorder.collect(self._device), stop=stops(self._module), unseen=unseen)
@@ -137,7 +137,7 @@ class PlainStep:
         ways = self._logged.ways(name)
         with self._recording.step(1, ways, alone=self._logs_alone, over="evaluation") as recorder:
             if ways:
-                recorder.begin_micro_batch(float(batch_size_of(batch)), counts_for(ways, batch))
+                recorder.begin_micro_batch(float(batch_size_of(batch)), counts_for(ways, batch)[0])
             output = self._experts.ending(call)(batch)
             if compares:
                 self._losses.compare(None, name, self._device)
