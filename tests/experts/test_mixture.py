@@ -240,9 +240,10 @@ def test_an_unknown_balance_is_refused():
 
 def test_alike_layers_beside_a_kernel_as_wide_as_they_are_many_are_no_experts():
     """Three layers in a list, with a convolution of 3 x 3 beside it, have no router."""
-    block = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), "mix": nn.Conv2d(8, 8, 3)})
+    block = nn.Module()  # of a container, which calls nothing, none would be taken for a router
+    block.layers, block.mix = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), nn.Conv2d(8, 8, 3)
     assert not list(mixtures_of(nn.ModuleDict({"block": block})))
-    block["gate"] = nn.Conv2d(8, 3, 1)
+    block.gate = nn.Conv2d(8, 3, 1)
     (mixture,) = mixtures_of(nn.ModuleDict({"block": block}))
     assert (mixture.path, mixture.count) == ("block.layers", 3)
 
