@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_megatron.mesh.parts.packages import is_library
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, frame_of_user, line_of_frame
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
 from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt
@@ -57,6 +58,7 @@ _WHERE = functions_called("where")
 _IS_IN = functions_called("isin")
 _TABLES = _IS_IN | functions_called("__getitem__")
 _MEANS = functions_called("nanmean", "nanmedian")
+_BEGIN = _COMPARISONS | _TABLES | _MEANS
 _ITEM = functions_called("item")
 _LOSSES = functions_called("cross_entropy", "nll_loss")
 _INDEX = functions_called("__getitem__", "index_select", "gather", "take")
@@ -116,13 +118,14 @@ class Counting:
             self._note_constant(func, args, kwargs)
         if func in _LOSSES or func in _INDEX:
             self._note_table(func, args, kwargs)
-        if func in _COMPARISONS and self._compares(found, given):
+        begins = func in _BEGIN and not is_library(frame_of_caller())  # `generate` asks for padding, and means no count
+        if begins and func in _COMPARISONS and self._compares(found, given):
             self._asked[found] = Asked(called_at(func), found.numel(), _number_of_floats(given) + 1.0)
             return found
-        if func in _TABLES and self._looks_up(func, found, args):
+        if begins and func in _TABLES and self._looks_up(func, found, args):
             self._asked[found] = Asked(called_at(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
             return found
-        if func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
+        if begins and func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
             self.nodes.append((found.grad_fn, Asked(called_at(func), found.numel(), _number_of_floats(given))))
         asked = min(self._known(given), key=lambda each: each.entries, default=None)
         if func in DECIDES and isinstance(args[0], Tensor):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Literal
 
-from lightning_megatron.mesh.parts.packages import METRICS, is_users
+from lightning_megatron.mesh.parts.packages import is_library
 from lightning_megatron.pipeline.cut.syntax import definition_in
 
 Decided = Literal["", "decision", "choice", "filter"]
@@ -33,12 +33,13 @@ _COLLECT = ("append", "extend", "add")
 
 
 def decided_at(frame: FrameType) -> Decided:
-    """Tell what the condition at the line of a frame may change; in a metric's code nothing.
+    """Tell what the condition at the line of a frame may change; in a library's code, as a metric's or that of
+    ``generate``, nothing.
 
     Args:
         frame: where a number is compared, or asked for its truth.
     """
-    if not is_users(frame, METRICS):
+    if is_library(frame):
         return ""
     function = frame.f_back if frame.f_code.co_name in _INNER and frame.f_back is not None else frame
     return _decided(function.f_code, frame.f_lineno)
@@ -51,7 +52,7 @@ def decided_later(frame: FrameType, *, counts: bool) -> Decided:
         frame: where it is taken.
         counts: whether it is a count, which matters wherever it is used, and not in comparisons alone.
     """
-    return _used(frame.f_code, frame.f_lineno, counts) if is_users(frame, METRICS) else ""
+    return "" if is_library(frame) else _used(frame.f_code, frame.f_lineno, counts)
 
 
 @functools.lru_cache(maxsize=1024)
