@@ -23,6 +23,13 @@ def tokens(count: int, *, padded_from: int = 0, seed: int = 0) -> tuple[Tensor, 
     return x, y
 
 
+CUTS: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((2, 1), {}),
+    ((1, 1), {"micro_batch_size": 2}),
+    ((2, 1), {"pipeline_schedule": "zb-v"}),
+    ((2, 1), {"pipeline_schedule": "interleaved"}),
+]
+"""Layouts, and arguments of the strategy, in which a batch is cut."""
 UNLIKE_STEPS = 24
 UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 2, 4, 1)}
 """Samples of each replica, by the number of replicas; in every second step in reverse."""

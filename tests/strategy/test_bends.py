@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
-from tests.strategy.loss_modules import Task
+from tests.strategy.loss_modules import CUTS, Task
 
 WIDE = pytest.mark.wide
 
@@ -127,6 +127,7 @@ class BySample(Flooded):
         return rows.mean() + F.l1_loss(logits, torch.zeros_like(logits)) + 0.01 * weights
 
 
+EVERY = {("Decided", 0), ("Early", 0), ("BySample", 0)}
 KINDS = {
     kind.__name__: kind for kind in (Flooded, FreeBits, Decided, ByAccuracy, ByMean, Smallest, Early, Kept, BySample)
 }
@@ -140,18 +141,9 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
 @pytest.mark.parametrize(
     ("kind", "layout", "arguments"),
     [
-        pytest.param(
-            kind, layout, arguments, marks=() if (kind, at) in {("Decided", 0), ("Early", 0), ("BySample", 0)} else WIDE
-        )
+        pytest.param(kind, layout, arguments, marks=() if (kind, at) in EVERY else WIDE)
         for kind in KINDS
-        for at, (layout, arguments) in enumerate(
-            [
-                ((2, 1), {}),
-                ((1, 1), {"micro_batch_size": 2}),
-                ((2, 1), {"pipeline_schedule": "zb-v"}),
-                ((2, 1), {"pipeline_schedule": "interleaved"}),
-            ]
-        )
+        for at, (layout, arguments) in enumerate(CUTS)
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
-from tests.strategy.loss_modules import BATCH, STEPS, VOCABULARY, Task, tokens
+from tests.strategy.loss_modules import BATCH, CUTS, STEPS, VOCABULARY, Task, tokens
 
 WIDE = pytest.mark.wide
 
@@ -220,9 +220,8 @@ EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Weights after some epochs."""
-    return trained_state(
-        info, layout, arguments, KINDS[kind](), max_epochs=6 if kind in ("Decided", "ByAccuracy") else 2
-    )
+    epochs = 6 if KINDS[kind] in DECIDED else 2
+    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=epochs)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +230,7 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
         pytest.param(kind, layout, arguments, marks=() if (kind, at) in EVERY else WIDE)
         for kind in KINDS
         if kind != "FewerTokens"
-        for at, (layout, arguments) in enumerate(
-            [
-                ((2, 1), {}),
-                ((1, 1), {"micro_batch_size": 2}),
-                ((2, 1), {"pipeline_schedule": "zb-v"}),
-                ((2, 1), {"pipeline_schedule": "interleaved"}),
-            ]
-        )
+        for at, (layout, arguments) in enumerate(CUTS)
     ],
     ids=str,
 )
@@ -270,3 +262,16 @@ def test_replicas_are_told(kind: str) -> None:
     outcomes = run_trainers(train, (1, 2), kind, {"micro_batch_size": "auto"}, devices=2, check=False)
     said = re.sub(r"\s+", " ", "".join(f"{outcome.error}\n{outcome.output}" for outcome in outcomes))
     assert ("Each of the 2 replicas has that number of its own samples" in said) == (kind in ("Decided", "Gaps")), said
+
+
+def _kept(part: tuple[Tensor, ...]) -> float:
+    return float((~part[2].isnan()).sum())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["Gaps", "Filtered"])
+def test_what_a_user_counts_is_not_looked_for(kind: str) -> None:
+    expected = one_process(train, None, kind, {})
+    first = run_trainers(train, (2, 1), kind, {"micro_batch_loss_weight": _kept}, devices=2)[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+    assert "So that the step is that of one process" not in first.output

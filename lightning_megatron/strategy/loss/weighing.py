@@ -119,7 +119,7 @@ class Finding:
             self.fits = {way: off for way, off in self.fits.items() if off <= _EXACT * scale}
         if weigh is not None:
             self.fits, self.logs, self.tells, self.opaque, self.failed = {weigh: 0.0}, {}, True, False, ""
-            self.bends = None if bends is None or bends.kind == "count" else bends  # counts are what the user knows
+            self.bends = None if bends is None or bends.counts else bends  # these the user knows
 
     def joined(self, others: Sequence[Finding]) -> Finding:
         """The findings that all share."""

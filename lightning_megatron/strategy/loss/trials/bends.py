@@ -65,6 +65,11 @@ class Bend(NamedTuple):
     line: str
     kind: Literal["corner", "choice", "decision", "count", "filter"]
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is about how many samples the loss is a mean of."""
+        return self.kind in ("count", "filter")
+
     def __str__(self) -> str:
         return f"{_SAID[self.kind]} ({self.line})"
 
