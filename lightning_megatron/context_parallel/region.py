@@ -26,6 +26,7 @@ from lightning_megatron.context_parallel.token_split import BALANCES, Scope
 from lightning_megatron.layers.all_here import all_tokens_asked, all_tokens_here, begin_pass, takes_gradients
 from lightning_megatron.layers.whole import GATHERED, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
+from lightning_megatron.mesh.pickling import users_hook
 
 METHODS = ("auto", "gather", "ring", "ulysses")
 _KNOWN = ("method", "balance")
@@ -269,7 +270,8 @@ class TokenRegion:
             if part._backward_hooks or part._backward_pre_hooks:
                 raise RuntimeError(_hook_refused(f"a backward hook of `{name or type(part).__name__}`", self._group))
             for leaf, parameter in part._parameters.items():
-                if parameter is not None and parameter._backward_hooks:
+                hooks = None if parameter is None else parameter._backward_hooks
+                if hooks and any(users_hook(hook) is not None for hook in hooks.values()):
                     raise RuntimeError(
                         _hook_refused(f"a gradient hook of `{f'{name}.{leaf}'.lstrip('.')}`", self._group)
                     )

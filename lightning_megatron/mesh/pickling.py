@@ -8,11 +8,14 @@ a Trainer that has it, is told what to save instead. `copy.deepcopy` works: the 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 
 
 def refuse_pickling(what: str) -> NoReturn:
@@ -85,6 +88,15 @@ class AroundHook:
 
     def __reduce__(self) -> Any:
         return _same, (self.given,)
+
+
+def users_hook(hook: Any) -> Any:
+    """A registered hook as the user's code, or another library's, gave it; ``None`` for one of this package's own."""
+    given = hook
+    while isinstance(given, AroundHook):
+        given = given.given
+    code = given.func if isinstance(given, functools.partial) else given
+    return None if comes_from(code, PACKAGE) else given
 
 
 def _same(hook: Any) -> Any:

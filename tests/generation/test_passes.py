@@ -22,14 +22,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved": {**PIPELINE, "pipeline_schedule": "interleaved", "virtual_pipeline_parallel_size": 2},
     "zb-v": {**PIPELINE, "pipeline_schedule": "zb-v"},
     "shards": {**PIPELINE, "data_parallel_size": 2, "optimizer_sharding": True},
+    "pp2xcp2": {**PIPELINE, "context_parallel_size": 2},
 }
 TURNS = "micro-batches of a `training_step` that calls the layers more than once take turns"
+SHARED = "context ranks share the tokens of one at a time"
 wide = pytest.mark.wide
 
 
 def check(name: str, layout: str) -> None:
     options = LAYOUTS[layout]
-    devices = 4 if layout in ("pp2xtp2", "pp2xdp2", "pp4", "shards") else 2
+    devices = 4 if layout in FOUR_RANKS else 2
     if name in DRAWING and "data_parallel_size" in options:  # each replica draws for the samples that it has
         alone = run_trainers(trained, name, {"data_parallel_size": 2}, devices=2)
         expected = [sum(step) / 2 for step in zip(*(one.value[0] for one in alone), strict=True)], alone[0].value[1]
@@ -38,7 +40,7 @@ def check(name: str, layout: str) -> None:
     outcomes = run_trainers(trained, name, options, devices=devices)
     ranks = [outcome.value for outcome in outcomes]
     if layout != "micro":
-        said = WHOLE.get(name, TURNS)
+        said = SHARED if layout == "pp2xcp2" else WHOLE.get(name, TURNS)
         assert said in re.sub(r"\s+", " ", outcomes[0].output), outcomes[0].output
     losses = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
     tolerance = 1e-5 if name in ("preferring", "disabled", "rolling", "sampling", "dropped_sampling") else 1e-9
@@ -50,12 +52,12 @@ def check(name: str, layout: str) -> None:
 
 
 EVERYDAY = [
-    *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro")),
+    *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro", "pp2xcp2")),
     *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring")),
     *((name, "pp2") for name in ("dropped", "sampling")),
     *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),
 ]
-FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4")  # of which each module meets every other one, in turn
+FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4", "pp2xcp2")  # of which each module meets every other one, in turn
 REST = [
     (name, layout)
     for turn, name in enumerate(sorted(MODULES))

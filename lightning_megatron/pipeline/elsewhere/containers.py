@@ -25,8 +25,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_megatron.mesh.marks import ATTRIBUTE
-from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
-from lightning_megatron.mesh.pickling import AroundHook
+from lightning_megatron.mesh.pickling import users_hook
 
 Address = tuple[tuple[Any, ...], ...]
 MISSING = object()
@@ -201,15 +200,6 @@ def _hook_of(module: nn.Module, table: str, place: int) -> Any:
     if place >= len(hooks):
         raise NoSuchHook(table)
     return hooks[place]
-
-
-def users_hook(hook: Any) -> Any:
-    """A registered hook as the user's code, or another library's, gave it; ``None`` for one of this package's own."""
-    given = hook
-    while isinstance(given, AroundHook):
-        given = given.given
-    code = given.func if isinstance(given, functools.partial) else given
-    return None if comes_from(code, PACKAGE) else given
 
 
 def context_of(entry: Any) -> Any:

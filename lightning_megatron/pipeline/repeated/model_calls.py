@@ -208,21 +208,14 @@ class ModelCalls:
 
     @contextmanager
     def running(self, follower: CallFollower | None = None) -> Iterator[None]:
-        """Around code that every stage of the pipeline runs; every context rank has all tokens there.
+        """Around code that every stage of the pipeline runs, on all tokens on every context rank.
 
         Args:
-            follower: answers the calls; by default, one that knows of no gradients.
-
-        Raises:
-            RuntimeError: a training step whose tokens are split over context ranks.
+            follower: answers the calls; by default, one that knows of no gradients. In one of a training step context
+                ranks share the tokens inside of the layers.
         """
         stage, follower = self.stage, follower or self._follower
-        wire, splits = follower.wire, stage.cursor.tokens is not None
-        if splits and follower is self._training:
-            raise RuntimeError(
-                "a training step that calls the model several times runs under a pipeline with all tokens on each of "
-                "its ranks; use `context_parallel_size=1`, or `pipeline_parallel_size=1`."
-            )
+        wire, whole = follower.wire, stage.cursor.tokens is not None and follower is not self._training
         followed: list[tuple[HookedCall, Any]] = [(call, call.cursor) for call in stage.calls]
         fastpath = torch.backends.mha.get_fastpath_enabled()  # it reads weights where other stages have stand-ins
         torch.backends.mha.set_fastpath_enabled(False)
@@ -233,7 +226,7 @@ class ModelCalls:
             part.follow(follower)
         stage.repeats = True
         try:
-            with all_tokens() if splits else nullcontext():
+            with all_tokens() if whole else nullcontext():
                 yield
             wire.finish()
             if STATE.written:

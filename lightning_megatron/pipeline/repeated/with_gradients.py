@@ -147,7 +147,7 @@ class TrainingFollower(CallFollower):
     def call_inside(self, index: int, call: InnerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`~..stage.calls.Follower`."""
         self._cursor.outside = None
-        return self._answer(call.sentinel.name, index, self._owners[index], call.runs, args, kwargs)
+        return self._answer(call.sentinel.name, index, self._owners[index], self._on_rows(call), args, kwargs)
 
     def call_unit(self, name: str, runs: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`CallFollower`."""
@@ -157,14 +157,29 @@ class TrainingFollower(CallFollower):
         """See :class:`~..stage.calls.Follower`."""
         name, owner, last = call.sentinel.name, self._owners[index], len(self._owners) - 1
         if self.inside or in_backward():
-            return self._answer(name, index, owner, call.runs, args, kwargs)
+            return self._answer(name, index, owner, self._on_rows(call), args, kwargs)
         self._cursor.outside = None
-        output = self._answer(name, index, owner, call.runs, args, kwargs, 1 + index)
+        output = self._answer(name, index, owner, self._on_rows(call), args, kwargs, 1 + index)
         now = self.now
         now.counts[index] = now.counts.get(index, 0) + 1
         if index == last:
             self.streams.enter(now.micro_batch, 2 + index, now.counts[index] - 1)
         return output
+
+    def _on_rows(self, call: LayerCall) -> Callable[..., Any]:
+        """Computes a layer: of tokens that context ranks share, this rank's; it is given all, and what it gives is
+        gathered."""
+        tokens, runs = self._cursor.tokens, call.runs
+        if tokens is None:
+            return runs
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tokens.enter(call.module, args, kwargs)
+            output = runs(*args, **kwargs)
+            tokens.leave(call.module)
+            return output
+
+        return run
 
     def _answer(
         self,

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import graph_task, in_backward
-from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, users_hook
+from lightning_megatron.mesh.pickling import users_hook
+from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS
 from lightning_megatron.pipeline.elsewhere.standin import Sentinel
 from lightning_megatron.pipeline.forwards.entry import Entry
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.pipeline.elsewhere.containers import HOOKS, users_hook
+from lightning_megatron.mesh.pickling import users_hook
+from lightning_megatron.pipeline.elsewhere.containers import HOOKS
 
 _TABLES = (
     *HOOKS,

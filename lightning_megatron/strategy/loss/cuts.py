@@ -343,6 +343,8 @@ class Cuts:
             return "`weight_sharding` gathers layers as they run, in one order on all replicas"
         if self._context.streams.draws is not None:
             return "`random_streams='layout'` counts its draws"
+        if self._layout.context > 1:
+            return "context ranks share the tokens of one at a time"
         if takes_gradients(self._context.module):
             return "its code runs in backwards, or takes gradients itself"
         return self._skips.whole
