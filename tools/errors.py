@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def text_of(node: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int
     if isinstance(node, ast.JoinedStr):
         texts = [""]
         for part in node.values:
-            found = text_of(part, scope, module, depth + 1) or [HIDDEN]
-            texts = [text + (found[0] if isinstance(part, ast.Constant) else HIDDEN) for text in texts]
+            found = _filled_in(part, scope, module, depth + 1, opens=texts == [""])
+            texts = [text + more for text in texts for more in found]
         return texts
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mod)):
         left, right = (text_of(side, scope, module, depth + 1) for side in (node.left, node.right))
@@ -72,6 +73,24 @@ def text_of(node: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int
     if isinstance(node, ast.Call):
         return _returned(node, module, depth)
     return []
+
+
+def _filled_in(part: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int, *, opens: bool) -> list[str]:
+    """The texts of a part of an f-string: ``…`` for a value; but that of a constant, and sentences at the start."""
+    if isinstance(part, ast.Constant):
+        return [str(part.value)]
+    value = part.value if isinstance(part, ast.FormattedValue) else None
+    if not isinstance(value, ast.Name):
+        return [HIDDEN]
+    if value.id.isupper():
+        return [text for text in text_of(value, module, module, depth)[:1] if text] or [HIDDEN]
+    if isinstance(scope, ast.FunctionDef):
+        given = scope.args.args[len(scope.args.args) - len(scope.args.defaults) :]
+        for argument, default in zip(given, scope.args.defaults, strict=True):
+            if argument.arg == value.id and isinstance(default, ast.Constant) and default.value:
+                return [str(default.value)] if isinstance(default.value, str) else [HIDDEN]
+    sentences = [text for text in text_of(value, scope, module, depth) if text.count(" ") > 8] if opens else []
+    return sentences or [HIDDEN]
 
 
 def _returned(call: ast.Call, module: ast.Module, depth: int) -> list[str]:
@@ -134,11 +153,15 @@ def raised(path: Path) -> Iterator[str]:
 
 def split(message: str) -> tuple[str, str]:
     """A message's complaint, and what it says to do; the second is empty where it says no more."""
-    for mark in ("; ", ". ", ": "):
-        before, found, after = message.partition(mark)
-        if found and len(after) > 12 and len(before) > 20:
-            return before, after.rstrip(".")
-    return message.rstrip("."), ""
+    message = re.sub(rf"\. ?{HIDDEN}$", "", message)
+    cuts = [
+        (before, after.rstrip("."))
+        for before, found, after in map(message.partition, ("; ", ". ", ": "))
+        if found and len(after) > 12 and len(before) > 20
+        if before.count("`") % 2 == 0 and before.count("{") == before.count("}")
+    ]
+    of_sentences = [(before, after) for before, after in cuts if not after.startswith("or use ")]
+    return next(iter(of_sentences or cuts), (message.rstrip("."), ""))
 
 
 def messages() -> dict[str, list[str]]:

@@ -63,6 +63,11 @@ def test_every_message_that_the_code_raises_has_a_row_in_the_error_guide() -> No
     assert missing == [], "write a row in docs/errors.md, or run `python -m tools.errors`"
 
 
+def test_the_list_of_messages_is_the_one_that_its_tool_writes() -> None:
+    page = errors.PAGE.read_text(encoding="utf-8")
+    assert errors.page_with_table(page) == page, "run `python -m tools.errors`"
+
+
 FAULTS = ("check.py", "rules.py", "transfers.py")  # return what is wrong with a schedule, which one error says
 
 

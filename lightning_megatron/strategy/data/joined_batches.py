@@ -29,7 +29,7 @@ def joined_batches(one: Any, other: Any) -> Any:
     def join(mine: Any) -> Any:
         beside: Any = rows.pop(0) if rows else None
         if type(mine) is not type(beside):
-            raise ValueError("batches of two forms")
+            raise ValueError  # caught below: such batches are not joined
         if isinstance(mine, Tensor):
             return torch.cat((mine, beside))
         if isinstance(mine, (list, tuple)):
