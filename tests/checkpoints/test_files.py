@@ -23,6 +23,7 @@ from lightning_megatron.checkpoints.files.directory import (
 from lightning_megatron.checkpoints.files.folder import Folder
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.checkpoints.files.storage import BoxWriter
+from lightning_megatron.checkpoints.state.stored import Match
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from tests.checkpoints.commands import command
 from tests.checkpoints.reshard_scenarios import Losses, Tied, tensors_of
@@ -37,6 +38,11 @@ from tests.checkpoints.scenarios import (
     write_both,
 )
 from tests.harness import run_trainers
+
+
+def test_a_message_names_some_of_many_tensors_that_do_not_fit() -> None:
+    many = str(Match({}, [f"layers.{number}" for number in range(20)], [], {"head": ((2,), (3,))}))
+    assert many.startswith("missing ['layers.0', ") and "] and 12 more, unexpected nothing, reshaped ['head " in many
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,14 @@ def test_inspect_shows_step_layout_shapes_and_tied_names(saved: Path) -> None:
         == (report["tensors"]["embedding.weight"])
     )
     assert report["tied"] == {"head.weight": "embedding.weight"}
+    whole = command("inspect", saved / "tied.ckpt")
+    assert (
+        whole.index("embedding.weight")
+        < whole.index("layers.0.")
+        < whole.index("layers.1.")
+        < whole.index("optimizer.")
+    )
+    assert "adapters" not in whole, "a line without anything in it"
     table = command("inspect", saved / "tied.ckpt", "--match", "layers.0.attention")
     assert "36 × 12" in table and "optimizer.0.layers.0" in table and "…" not in table
 
@@ -96,6 +110,13 @@ def test_a_checkpoint_without_marker_or_with_a_short_file_is_refused_and_passed_
         assert newest_complete(tied.parent) is None
 
 
+def test_the_newest_is_the_last_that_was_written_and_not_one_of_more_steps_of_an_earlier_run(tied: Path) -> None:
+    earlier = Path(shutil.copytree(tied, tied.with_name("earlier.ckpt")))
+    marker = json.loads((earlier / "COMPLETE").read_text())
+    (earlier / "COMPLETE").write_text(json.dumps(marker | {"step": marker["step"] + 100, "time": marker["time"] - 60}))
+    assert newest_complete(tied.parent) == str(tied)
+
+
 def test_a_search_reads_each_marker_once(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         (Path(shutil.copytree(tied, tied.with_name(f"torn-{number}.ckpt"))) / "COMPLETE").unlink()
@@ -104,7 +125,8 @@ def test_a_search_reads_each_marker_once(tied: Path, monkeypatch: pytest.MonkeyP
         Folder, "read", lambda folder, name: (name == "COMPLETE" and markers.append(str(folder))) or read(folder, name)
     )
     with pytest.warns(
-        UserWarning, match=r"torn-\d.ckpt has no marker `COMPLETE`: it is incomplete, as .* interrupted\.$"
+        UserWarning,
+        match=r"torn-\d.ckpt has no marker `COMPLETE`: it is no checkpoint, or is incomplete, as .* interrupted\.$",
     ):
         assert newest_complete(tied.parent) == str(tied)
     assert sorted(markers) == [str(tied), *(str(tied.with_name(f"torn-{number}.ckpt")) for number in range(3))]

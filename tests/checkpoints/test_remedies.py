@@ -55,6 +55,13 @@ def test_an_incomplete_checkpoint_names_a_whole_one(plain: Path) -> None:
         open_checkpoint(torn)
 
 
+def test_a_path_beside_or_above_checkpoints_names_the_newest(plain: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"; the newest one beside it is {plain}"):
+        open_checkpoint(plain.with_name("gone.ckpt"))
+    with pytest.raises(IncompleteCheckpointError, match=f"a folder of checkpoints .* the newest is {plain}"):
+        open_checkpoint(plain.parent)
+
+
 def test_what_safetensors_cannot_hold_a_lightning_file_holds(plain: Path, tmp_path: Path) -> None:
     assert "`--format lightning` writes a file" in said("export", plain, tmp_path / "out", "--prefix", "")
     assert said("export", plain, tmp_path / "out.ckpt", "--format", "lightning").startswith("wrote")

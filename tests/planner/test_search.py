@@ -86,7 +86,7 @@ def test_sizes_below_one_are_refused(sizes: tuple[int, int], message: str) -> No
 
 
 def test_impossible_limits_are_named() -> None:
-    with pytest.raises(ValueError, match="no layout of `gpus=8` with `tensor=3`"):
+    with pytest.raises(ValueError, match="`tensor=3` does not divide heads="):
         plan(SMALL, A100, 8, 64, limits=Limits(tensor=3))
     with pytest.raises(ValueError, match=r"`headroom=2` is a share"):
         Limits(headroom=2)

@@ -68,6 +68,7 @@ def test_plan_prints_a_table_json_and_a_picture(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, [*arguments, "--plot", str(plot)])
     assert result.exit_code == 0, result.output
     assert "The runner-up" in " ".join(result.stdout.split())
+    assert "Layouts: t tensor ranks, p stages, " in result.stdout and f"wrote {plot}" in result.stdout.replace("\n", "")
     assert "<svg" in plot.read_text()
     found = json.loads(RUNNER.invoke(app, [*arguments, "--json", "--top", "2"]).stdout)
     assert len(found["layouts"]) == 2 and found["gpus"] == 16

@@ -33,7 +33,7 @@ MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
 META = "meta.pt"
 ABOUT = "about.json"
-_UNMARKED = f"the checkpoint {{}} has no marker `{MARKER}`: it is incomplete, as writing it was interrupted."
+_UNMARKED = f"{{}} has no marker `{MARKER}`: it is no checkpoint, or is incomplete, as writing it was interrupted."
 _IGNORED = "ignoring an incomplete checkpoint: {}"
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(incomplete|replaced)$")
 _FORGOTTEN_S = 3600.0
@@ -187,9 +187,18 @@ def open_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) ->
     """
     target = Folder(path, storage_options)
     if not target.exists():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        beside = _newest(_with_markers(target.parent.folders()))
+        raise FileNotFoundError(
+            f"Checkpoint file not found: {path}"
+            + ("" if beside is None else f"; the newest one beside it is {beside}.")
+        )
     marker = _marker_or_none(target)
     if marker is None:
+        within = _newest(_with_markers(target.folders()))
+        if within is not None:
+            raise IncompleteCheckpointError(
+                f"{target} is a folder of checkpoints and not one itself. Use one of them; the newest is {within}."
+            )
         newest = _newest(_with_markers(target.parent.folders()))
         remedy = "another one; there is no complete checkpoint beside it"
         if newest is not None:
@@ -218,8 +227,11 @@ def _with_markers(folders: Iterable[Folder]) -> Iterator[tuple[Folder, Marker]]:
 
 
 def _newest(marked: Iterable[tuple[Any, Marker]]) -> Any:
-    """The newest of some checkpoints, by optimizer steps, then by time; ``None`` without any."""
-    found = max(marked, key=lambda pair: (pair[1].step, pair[1].time, str(pair[0])), default=None)
+    """The newest of some checkpoints, by the time of their markers; ``None`` without any.
+
+    Steps would not do: where an earlier run has left a checkpoint of more steps, that run would be resumed.
+    """
+    found = max(marked, key=lambda pair: (pair[1].time, pair[1].step, str(pair[0])), default=None)
     return None if found is None else found[0]
 
 
@@ -310,13 +322,13 @@ def remove_checkpoint(path: Any, storage_options: dict[str, Any] | None = None) 
 
 
 def newest_of(paths: Iterable[str | None]) -> str | None:
-    """The newest of some complete checkpoints, by optimizer steps, then by time; ``None`` without any."""
+    """The newest of some complete checkpoints, by time; ``None`` without any."""
     newest: str | None = _newest((path, read_marker(Folder(path))) for path in paths if path)
     return newest
 
 
 def newest_complete(folder: Any, suffix: str = ".ckpt", prefix: str = "") -> str | None:
-    """Path of the newest complete checkpoint in a folder, by optimizer steps, then by time; warns of incomplete ones.
+    """Path of the newest complete checkpoint in a folder, by time; warns of incomplete ones.
 
     Symbolic links (``last.ckpt``) are followed. A run that is killed between the two renames that replace a checkpoint
     leaves the old and the new one complete under temporary names; these count too.

@@ -193,10 +193,15 @@ def export_safetensors(
     """
     found: dict[str, Any] = source.about.get("huggingface", {})
     if prefix is None:
+        if not found:
+            raise ValueError(
+                "the checkpoint's module holds no Hugging Face model; export to a path that ends in `.ckpt` for one "
+                "Lightning file, or name tensors by the start of their names with `--prefix` ('' for all)"
+            )
         if len(found) != 1:
             raise ValueError(
-                f"the checkpoint's module holds {len(found)} Hugging Face models ({sorted(found) or 'none'}); name the "
-                "start of the parameters' names with `--prefix`, for instance `--prefix model.`"
+                f"the checkpoint's module holds {len(found)} Hugging Face models ({', '.join(sorted(found))}); name "
+                "the start of the parameters' names with `--prefix`, for instance `--prefix model.`"
             )
         prefix = next(iter(found))
     config = found.get(prefix) if config is None else config

@@ -22,6 +22,7 @@ GroupNames = list[list[str]]
 """Names of the parameters of each group of an optimizer, over all stages, in the user's order."""
 Kinds = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Logical shape and type of stored tensors, by name."""
+_SHOWN = 8  # names of tensors in a message
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,13 @@ class Match:
     def __str__(self) -> str:
         reshaped = [f"{name} {a} in the checkpoint, {b} here" for name, (a, b) in self.reshaped.items()]
         parts = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": reshaped}
-        return ", ".join(f"{what} {names or 'nothing'}" for what, names in parts.items())
+        return ", ".join(f"{what} {_first_of(names)}" for what, names in parts.items())
+
+
+def _first_of(names: list[str]) -> str:
+    """A list that a reader takes in at a glance: its beginning, and how many more there are."""
+    more = len(names) - _SHOWN
+    return f"{names[:_SHOWN]} and {more} more" if more > 0 else str(names or "nothing")
 
 
 def match(

@@ -334,6 +334,12 @@ def _nothing_found(
     shape: ModelShape, cluster: Cluster, gpus: int, global_batch: int, considered: int, limits: Limits
 ) -> str:
     """Error message of a search without result: the reason, and what would help."""
+    if limits.tensor and shape.heads % limits.tensor:
+        fitting = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0]
+        return (
+            f"`tensor={limits.tensor}` does not divide heads={shape.heads}; use {', '.join(map(str, fitting[:-1]))} or "
+            f"{fitting[-1]}, or another number of heads"
+        )
     if not considered:
         fixed = [f"`{name}={getattr(limits, name)}`" for name in _FIXED]
         asked = [text for text in fixed if "None" not in text]

@@ -6,6 +6,7 @@ It needs no process group and no GPU; export and import hold one tensor in memor
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,13 +62,13 @@ def _print_tables(path: str, source: Any, kinds: Any, tied: dict[str, str]) -> N
     console = Console()
     facts = Table(title=path, show_header=False)
     for key, value in source.about.items():
-        if key != "huggingface":
+        if key != "huggingface" and value not in ({}, None):
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
             facts.add_row(key, text)
     console.print(facts)
     table = Table(Column("tensor", overflow="fold"), Column("shape", overflow="fold"), "type", "MB", "files")
     total = 0
-    for name, (shape, dtype) in kinds.items():
+    for name, (shape, dtype) in sorted(kinds.items(), key=lambda kind: _counted_up(kind[0])):
         size = shape.numel() * dtype.itemsize
         total += size
         shown = " × ".join(map(str, shape)) or "scalar"
@@ -78,6 +79,15 @@ def _print_tables(path: str, source: Any, kinds: Any, tied: dict[str, str]) -> N
         table.add_row(name, f"is {first}", "", "", "")
     console.print(table)
     console.print(f"{len(kinds)} tensors, {total / 1e6:.2f} MB")
+
+
+def _counted_up(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 2 before layer 10, whichever rank has written them, and optimizers' states last."""
+    numbered = re.split(r"(\d+)", name)
+    return [
+        (int(name.startswith("optimizer.")), ""),
+        *((int(part), "") if part.isdigit() else (0, part) for part in numbered),
+    ]
 
 
 def _files(source: Any, name: str) -> list[str]:

@@ -50,7 +50,8 @@ def _told(error: Any) -> int:
         if said := error.format_message():  # with rich, the help was printed when the error was made
             typer.echo(said)
         return 2
-    typer.echo(f"Error: {error.format_message().removeprefix('Invalid value: ')}", err=True)
+    said = error.format_message().removeprefix("Invalid value: ").removesuffix(" (Possible options: --help)")
+    typer.echo(f"Error: {said}", err=True)
     if context is not None:
         typer.echo(f"`{context.command_path} --help` lists what it takes.", err=True)
     return int(error.exit_code)

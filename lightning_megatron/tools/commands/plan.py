@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from lightning_megatron.planner.model.shape import ModelShape
     from lightning_megatron.planner.search.search import Plan
 
+_LETTERS = {
+    "t": "tensor ranks",
+    "p": "stages",
+    "v": "chunks per stage",
+    "d": "replicas",
+    "c": "context ranks",
+    "b": "samples per micro-batch",
+    "e": "expert ranks",
+}
+
 
 def plan(
     gpus: Annotated[int, typer.Option(help="GPUs to use.")],
@@ -82,8 +92,10 @@ def plan(
             plot.write_text(plan_svg(found, limits), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))
-    else:
-        _print(found)
+        return
+    _print(found)
+    if plot:
+        typer.echo(f"wrote {plot}")
 
 
 def _shape(
@@ -162,4 +174,7 @@ def _print(found: Plan) -> None:
         )
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
+    letters = {word[0] for item in found.ranked for word in item.recipe.sizes().split()}
+    named = ", ".join(f"{letter} {what}" for letter, what in _LETTERS.items() if letter in letters)
+    console.print(f"Layouts: {named}; +sp sequence parallel.", style="dim")
     console.print(found.explanation)
