@@ -238,14 +238,15 @@ class MegatronStrategy(ParallelStrategy):
         """Cut the module, make the ranks alike, set up gradients and optimizers, and load a checkpoint's weights."""
         present(self.accelerator, "accelerator").setup(trainer)
         run = trainer, present(self.lightning_module, "module"), self._processes, self.precision_plugin, self.options
-        self._run = start_run(*run, self.checkpoint_io, self._stage_speeds, self._run)
-        self.model = self._run.module
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-            self._run.prepare_updates(self.optimizers)
-            move_optimizers(self.optimizers, self.root_device)
-        self.setup_precision_plugin()
-        restore_now(trainer, whole=self.partition is None)
+        with self._processes.naming_failures():  # a rank that is refused later may still be connecting groups
+            self._run = start_run(*run, self.checkpoint_io, self._stage_speeds, self._run)
+            self.model = self._run.module
+            if trainer.state.fn == TrainerFn.FITTING:
+                self.setup_optimizers(trainer)
+                self._run.prepare_updates(self.optimizers)
+                move_optimizers(self.optimizers, self.root_device)
+            self.setup_precision_plugin()
+            restore_now(trainer, whole=self.partition is None)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Run ``configure_optimizers`` in sight of the whole module, then drop what other stages own."""

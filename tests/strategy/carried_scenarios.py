@@ -371,6 +371,37 @@ class ByHandGathered(ByHand):
         return super().mean_of(self.all_gather(z).reshape(-1, VOCABULARY))  # type: ignore[union-attr]
 
 
+class Plateau(Carries):
+    """Lowers its rate itself where a loss is no better than the best so far."""
+
+    kept = ("best", "worse", "rate")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return optimizer
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        self.plateau.step(loss.item())
+        return loss
+
+    @property
+    def best(self) -> float:
+        """The lowest loss."""
+        return float(self.plateau.best)
+
+    @property
+    def worse(self) -> float:
+        """Steps since then."""
+        return float(self.plateau.num_bad_epochs)
+
+    @property
+    def rate(self) -> float:
+        """The rate of learning."""
+        return float(self.plateau.get_last_lr()[0])
+
+
 _KINDS = (
     Codebook,
     Queue,
@@ -383,6 +414,7 @@ _KINDS = (
     Counts,
     Several,
     Steered,
+    Plateau,
     OfClass,
     Stopwatch,
     Remembers,

@@ -110,6 +110,28 @@ class Keeps(Decided):
         return loss
 
 
+class Freezes(Decided):
+    """Decides which weights are trained, by the loss."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y)
+        self.train_words(loss.item() > 2.9)
+        return loss
+
+    def train_words(self, on: bool) -> None:
+        """Train the embedding, or not."""
+        self.embed.requires_grad_(on)
+
+
+class First(Decided):
+    """Bounds the first weight, which no other stage has; asks for its dtype as well."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        weights = list(self.parameters())
+        first = weights[0]
+        return self.each(x, y) * first.new_ones(()) + 0.1 * torch.zeros(()).to(first) + first.norm()
+
+
 class ByAccuracy(Decided):
     """By how many are right, in Python."""
 
@@ -212,9 +234,9 @@ class BySample(Gaps):
 
 
 GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean, Filtered, Skipped)
-DECIDED = (Decided, ByAccuracy, ByFloat, ByArray, Keeps)
+DECIDED = (Decided, ByAccuracy, ByFloat, ByArray, Keeps, Freezes)
 WEIGHED = {Ignores: "that are not 7", Masks: "that are not 7", Rare: "weighed by their class (`weights`)"}
-KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample)}
+KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample, First)}
 EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
 
 
@@ -229,7 +251,7 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
     [
         pytest.param(kind, layout, arguments, marks=() if (kind, at) in EVERY else WIDE)
         for kind in KINDS
-        if kind != "FewerTokens"
+        if kind not in ("FewerTokens", "Freezes", "First")
         for at, (layout, arguments) in enumerate(CUTS)
     ],
     ids=str,
@@ -256,12 +278,27 @@ def test_samples_that_are_left_out_before_the_layers_are_named(pipeline: int) ->
 
 
 @pytest.mark.parametrize(
-    "kind", ["Decided", *(pytest.param(kind, marks=WIDE) for kind in ("Gaps", "BySample", "Keeps"))]
+    "kind", ["Decided", *(pytest.param(kind, marks=WIDE) for kind in ("Gaps", "BySample", "Keeps", "Freezes"))]
 )
 def test_replicas_are_told(kind: str) -> None:
     outcomes = run_trainers(train, (1, 2), kind, {"micro_batch_size": "auto"}, devices=2, check=False)
     said = re.sub(r"\s+", " ", "".join(f"{outcome.error}\n{outcome.output}" for outcome in outcomes))
-    assert ("Each of the 2 replicas has that number of its own samples" in said) == (kind in ("Decided", "Gaps")), said
+    assert ("Each of the 2 replicas has that number of its own samples" in said) == (
+        kind in ("Decided", "Gaps", "Freezes")
+    ), said
+
+
+def test_weights_that_a_step_freezes_on_another_stage_are_named() -> None:
+    for outcome in run_trainers(train, (2, 1), "Freezes", {}, devices=2, check=False, grace=20.0):
+        said = r"sets whether `embed.weight` is trained \(\S+test_counting.py:\d+\) behind the layers"
+        assert re.search(said, re.sub(r"\s+", " ", f"{outcome.error}")), outcome.error
+
+
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"tensor_parallel_size": 2}, marks=WIDE)], ids=str)
+def test_the_first_weight_of_all_is_not_the_first_of_a_stage(arguments: dict[str, Any]) -> None:
+    ranks = 2 * arguments.get("tensor_parallel_size", 1)
+    for outcome in run_trainers(train, (2, 1), "First", arguments, devices=ranks, check=False, grace=20.0):
+        assert "read all parameters of `First`" in f"{outcome.error}"
 
 
 def _kept(part: tuple[Tensor, ...]) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,10 @@ from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
 from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
+
+_ALIKE = frozenset(f"new_{how}" for how in ("zeros", "ones", "empty", "full", "tensor"))
+_ALIKE |= frozenset(f"{how}_like" for how in ("zeros", "ones", "empty", "full"))
+_ALIKE_OTHERS = frozenset(("to", "type_as"))
 
 
 class _Listing:
@@ -44,9 +49,9 @@ class _Listing:
 class GuardedNames(_Listing):
     """Installed as ``named_parameters`` on a module with parts elsewhere.
 
-    Reading the first few is harmless (for a dtype), and so is counting: in a step what other stages own follows as
-    :class:`Unread`. Using the numbers of all of them would silently leave out what other stages own: a weight penalty
-    over ``self.parameters()`` would count this stage alone.
+    Reading the first few is harmless (for a dtype), and so is counting: in a step what other stages own is an
+    :class:`Unread`, in its place. Using the numbers of all of them would silently leave out what other stages own: a
+    weight penalty over ``self.parameters()`` would count this stage alone.
 
     Args:
         module: the module.
@@ -63,13 +68,17 @@ class GuardedNames(_Listing):
             yield from self._of_all_stages(prefix, recurse, remove_duplicate)
             self._viewer.note_read()
             return
-        yield from type(self._module).named_parameters(self._module, prefix, recurse, remove_duplicate)
+        in_step = self._viewer.phase(lists=True) is Phase.STEP
+        absent = [name for name in self._names if in_step and (recurse or "." not in name)]
+        places, above = self._viewer.presence.order, f"{self._name}." if self._name else ""
+        listed = ((name, None) for name in absent)
+        own = self._own(recurse, remove_duplicate)
+        for name, tensor in heapq.merge(own, listed, key=lambda each: places.get(above + each[0], len(places))):
+            yield f"{prefix}.{name}" if prefix else name, self._unread(name) if tensor is None else tensor
+
+    def _own(self, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from type(self._module).named_parameters(self._module, "", recurse, remove_duplicate)
         self._viewer.note_read()
-        if self._viewer.phase(lists=True) is not Phase.STEP:
-            return
-        for name in self._names:
-            if recurse or "." not in name:
-                yield f"{prefix}.{name}" if prefix else name, self._unread(name)
 
     def _of_all_stages(self, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[Any]:
         """Those of all stages, in the order of one process; tied ones under their first name."""
@@ -101,7 +110,8 @@ class GuardedNames(_Listing):
 
 
 class Unread(Tensor):
-    """A parameter of another stage in a listing of all: it may be counted, and anything else is refused.
+    """A parameter of another stage in a listing of all: it may be counted, or give other tensors its dtype, device or
+    shape; anything else is refused.
 
     Attributes:
         module: what was listed, for the message.
@@ -113,7 +123,8 @@ class Unread(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         of = func.__self__.__name__ if name == "__get__" else ""
-        if name in KNOWN or (of and of not in TENSOR_ATTRIBUTES):
+        like = name in _ALIKE or (name in _ALIKE_OTHERS and not (args and isinstance(args[0], cls)))
+        if name in KNOWN or like or (of and of not in TENSOR_ATTRIBUTES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         listed = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).module

@@ -19,6 +19,7 @@ optimizer updates, replaces it. It costs no messages, since all ranks cut the sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -241,6 +242,11 @@ class Presence:
     def part_of(self, name: str) -> Part | None:
         """The part that a tensor or module called ``name`` belongs to, or is."""
         return _part_of(name, self.parts)
+
+    @functools.cached_property
+    def order(self) -> Mapping[str, int]:
+        """By name, the places of the entries in a listing of one process."""
+        return {name: place for place, name in enumerate(self.entries)}
 
     def partial_modules(self) -> frozenset[str]:
         """Names of the modules that have parts below them, so that none of them may be whole here."""

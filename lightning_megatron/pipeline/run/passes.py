@@ -39,6 +39,8 @@ from lightning_megatron.pipeline.stage.calls import LayerCall
 from lightning_megatron.pipeline.stage.order import StageDone
 from lightning_megatron.pipeline.stage.stage import Stage
 
+_LISTING = ("_own", "merge", "__call__", "parameters", "named_parameters")  # frames of :class:`.GuardedNames`
+
 
 class Passes:
     """The passes of one step on one stage.
@@ -152,7 +154,7 @@ class Passes:
         Code of torch and of this package, for a norm or to clear gradients, handles that correctly and is not noted.
         """
         frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_name in ("__call__", "parameters", "named_parameters"):
+        while frame.f_back is not None and frame.f_code.co_name in _LISTING:
             frame = frame.f_back
         self._listed = self._listed or is_users(frame)
 

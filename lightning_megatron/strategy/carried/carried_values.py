@@ -23,7 +23,7 @@ from lightning_megatron.strategy.carried.step_stores import (
 )
 from lightning_megatron.strategy.carried.ways_on import ways_on
 from lightning_megatron.strategy.loss.said import say_written_by_all
-from lightning_megatron.strategy.loss.tables import Name, sendable
+from lightning_megatron.strategy.loss.tables import Name, is_of_scheduler, names_of_rates, sendable
 from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
@@ -86,6 +86,8 @@ class Carried:
             apart = apart or not is_plainly_written(self.called, str(word))
             ways = {() if apart else ways_on(joins, name, kinds.get(name, ())) for name in named.get(said, ())}
             self._here[said] = (ways.pop() or _APART) if len(ways) == 1 else _APART
+        if any(map(is_of_scheduler, found)):  # sooner or later a scheduler writes all
+            self._here.update((name, _APART) for name in sorted(names_of_rates(self._module)))
         changes = [change for join in joins for each in (*join.parts, join.whole) for change in each.items()]
         new = {name: now for name, (was, now) in changes if was is MISSING and kinds.get(name) == ("same",)}
         self.seen.update(name for name, _ in changes if name not in new)  # the others may be as their class has them

@@ -14,6 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -25,7 +26,7 @@ from lightning_megatron.mesh.draws.given_again import replayed
 from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, MODULE, Address, Container, resolve
-from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.elsewhere.reachable import Reach, attributes_set_in
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.lightning.trainer_access import optimizers_and_schedulers
 
@@ -50,6 +51,9 @@ class PerClass(dict[type, Answer]):
 
 
 _SCHEDULES: PerClass[bool] = PerClass(lambda kind: issubclass(kind, LRScheduler))
+_SET_LATER: PerClass[frozenset[str]] = PerClass(lambda kind: _set_later(kind))
+_SCHEDULERS = "lr_schedulers."
+_COUNTERS = {"last_epoch", "_step_count"}  # count calls, whatever the batch
 NUMBERS = (bool, int, float, complex, str)
 _LEAVES = frozenset((*NUMBERS, type(None), Tensor, list))
 _LIBRARIES = ("builtins", METRICS, "functools")
@@ -192,13 +196,44 @@ def tables_of_optimizers(module: nn.Module) -> Iterator[Table]:
     """
     if not isinstance(module, pl.LightningModule):
         return
-    optimizers, schedulers = optimizers_and_schedulers(module)
-    for at, optimizer in enumerate(optimizers):
+    for at, optimizer in enumerate(optimizers_and_schedulers(module)[0]):
         for place, group in enumerate(optimizer.param_groups):
             yield Table(f"optimizers.{at}.param_groups.{place}", group, tuple(group), ())
+    for at, scheduler in enumerate(_schedulers_of(module)):
+        yield Table(f"{_SCHEDULERS}{at}", vars(scheduler), tuple(vars(scheduler)), ())
+
+
+def _schedulers_of(module: pl.LightningModule) -> list[LRScheduler]:
+    """Those of the run, and those in attributes of the module."""
     own = [value for value in vars(module).values() if _SCHEDULES[value.__class__]]
-    for at, scheduler in enumerate({id(each): each for each in (*schedulers, *own)}.values()):
-        yield Table(f"lr_schedulers.{at}", vars(scheduler), tuple(vars(scheduler)), ())
+    return list({id(each): each for each in (*optimizers_and_schedulers(module)[1], *own)}.values())
+
+
+def names_of_rates(module: nn.Module) -> set[Name]:
+    """Names of what schedulers of learning rates write, sooner or later: rates, the best value, how many were worse.
+
+    Args:
+        module: the user's.
+    """
+    if not isinstance(module, pl.LightningModule):
+        return set()
+    groups = [len(each.param_groups) for each in optimizers_and_schedulers(module)[0]]
+    rates = {
+        (f"optimizers.{at}.param_groups.{place}", "lr") for at, count in enumerate(groups) for place in range(count)
+    }
+    kept = enumerate(map(type, _schedulers_of(module)))
+    return rates | {(f"{_SCHEDULERS}{at}", key) for at, kind in kept for key in _SET_LATER[kind] - _COUNTERS}
+
+
+def _set_later(kind: type) -> frozenset[str]:
+    """Attributes that methods of a class set, apart from those that it begins with."""
+    functions = (each for base in kind.__mro__[:-1] for each in vars(base).values() if isinstance(each, FunctionType))
+    return frozenset().union(*(attributes_set_in(each.__code__) for each in functions if "init" not in each.__name__))
+
+
+def is_of_scheduler(name: Name) -> bool:
+    """Whether a name is that of what a scheduler of learning rates keeps."""
+    return name[0].startswith(_SCHEDULERS)
 
 
 def _values(container: Container) -> MutableMapping[Any, Any]:

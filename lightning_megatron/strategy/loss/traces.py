@@ -32,6 +32,7 @@ from lightning_megatron.strategy.loss.tables import (
     Table,
     appended_names,
     assigned_names,
+    is_of_scheduler,
     tables_beside,
     tables_of_optimizers,
     tables_on,
@@ -90,9 +91,10 @@ class Traces:
 
     def lasting(self, names: Collection[Name]) -> set[Name]:
         """What later steps read: buffers, and those of ``names`` that the code of their modules reads first; whoever
-        reads a class or a global.
+        reads a class or a global; and all that schedulers of learning rates keep.
         """
-        return self.buffers | {name for name in names if name[0] in self._outside or reads_first(self.module, *name)}
+        others = (name for name in names if name[0] in self._outside or is_of_scheduler(name))
+        return self.buffers | {*others, *(name for name in names if reads_first(self.module, *name))}
 
     def changes(self) -> Changes:
         """Numbers, tensors, lists and states written since: name of the table and key -> value before and now."""

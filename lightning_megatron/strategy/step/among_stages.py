@@ -351,6 +351,7 @@ class SeveralStages:
     def note_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
         """See :class:`Stages`."""
         self._copies.note_gradients(has_gradient)
+        self._frozen.check()
 
     def share_copies(self) -> None:
         """See :class:`Stages`."""

@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.autograd import graph_behind
 from lightning_megatron.mesh.torch_functions import frame_of_caller
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
+from lightning_megatron.strategy.carried.frozen_elsewhere import line_of_freezing
 from lightning_megatron.strategy.loss.trials.counting import (
     DECIDES,
     ORDERS,
@@ -91,6 +93,7 @@ class Bends(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self._module = module
         self._nodes: list[tuple[Any, Bend, int, float]] = []
         self._compared: list[tuple[Tensor, Asked]] = []
         self._pieces: dict[int, dict[Bend, _Met]] = {}
@@ -207,6 +210,8 @@ class Bends(TorchFunctionMode):
                 self._note_decision(number, decided_at(frame_of_caller()))
 
     def _note_decision(self, asked: Asked, kind: Decided) -> None:
+        if kind == "decision" and line_of_freezing(functions_of_step(self._module)):
+            kind = "choice"
         if kind:
             self._add(Bend(asked.line, kind), asked.entries, asked.value)
 

@@ -30,6 +30,7 @@ _SAYS = frozenset({"print", "warn", "debug", "info", "warning", "error", "log", 
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _INNER = ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>")
 _COLLECT = ("append", "extend", "add")
+_TRAINED = frozenset({"requires_grad", "requires_grad_", "freeze", "unfreeze", "eval", "train"})
 
 
 def decided_at(frame: FrameType) -> Decided:
@@ -121,6 +122,8 @@ def _heads(statement: ast.stmt) -> list[ast.expr]:
 def _changed_by(statement: ast.stmt) -> Decided:
     if isinstance(statement, ast.Assert) or _only_says(statement):
         return ""
+    if _TRAINED & _names_in([statement]):
+        return "choice"  # of what is trained, which nobody keeps
     if isinstance(statement, (ast.If, ast.While)):
         inside = [*statement.body, *statement.orelse]
         if not statement.orelse and all(map(_ends_or_says, inside)):
