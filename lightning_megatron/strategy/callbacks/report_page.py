@@ -13,7 +13,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2330 }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .25rem .8rem; border-bottom: 1px solid #d8dde6; text-align: left }
-td { overflow-wrap: anywhere } .wide td { min-width: 4rem }
+td { overflow-wrap: break-word; max-width: 26rem }
 pre { background: #f3f5f8; padding: .8rem; overflow-x: auto; font-size: 13px }
 .wide { overflow-x: auto; margin-bottom: .6rem }
 .wide > svg { max-width: none } .curves svg { max-width: 100%; height: auto }
