@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.context_parallel.block_split import BlockSplit, from_described, in_blocks
@@ -108,6 +108,7 @@ class TokenRegion:
         blocks: tuple[dist.ProcessGroup, str] | None = None,
         levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
+        _refuse_scripted(module, layers, group.size())
         self._blocks = None if blocks is None else blocks[0]
         self._first = None if blocks is None else blocks[1]
         self._module, self._group, self._balance = module, group, options["balance"]
@@ -116,7 +117,7 @@ class TokenRegion:
         self.cuts: dict[tuple[tuple[int, ...], str], tuple[int, float]] = {}
         self._names = {id(part): name for name, part in module.named_modules()}
         self._given: list[tuple[nn.Module, Tensor, TokenShards, int]] = []
-        self._functions, self._beside = CustomFunctions(), tuple[Any, ...]()
+        self._functions, self._beside, self._skips = CustomFunctions(), tuple[Any, ...](), False
         self._layers, self._handles = [called for layer in layers for called in _called(layer)], list[RemovableHandle]()
 
     def open(self) -> None:
@@ -162,6 +163,8 @@ class TokenRegion:
         if (self.scope.running and not all_tokens_asked()) or in_backward():
             taken: list[Tensor] = []
             self._beside = args, kwargs
+            numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+            self._skips = any(x.ndim == 3 for x in numbers)
             try:
                 args = self._with_shard(layer, args, taken)
                 kwargs = {name: self._with_shard(layer, value, taken) for name, value in kwargs.items()}
@@ -181,11 +184,13 @@ class TokenRegion:
         return TokenShards.show(rows, from_described(split, self._group, self.scope, self._blocks), dim)
 
     def _with_shard(self, layer: nn.Module, value: Any, taken: list[Tensor]) -> Any:
-        """``value`` with its first tensor of numbers cut; lists and dictionaries stay the same objects."""
+        """``value`` with its first tensor of numbers cut, of three dims if one is; lists and dictionaries stay the same
+        objects.
+        """
         if taken:
             return value
         if isinstance(value, Tensor):
-            if not value.is_floating_point():
+            if not value.is_floating_point() or (self._skips and value.ndim != 3):
                 return value
             taken.append(value)
             if isinstance(value, WholeTensor):
@@ -295,6 +300,21 @@ class TokenRegion:
             lines.append(f"  mask {count:>11} x  {told}")
         lines += [f"  gathered {count:>6} x  `{name}`" for name, count in GATHERED.most_common()]
         return "\n".join(lines)
+
+
+def _refuse_scripted(module: nn.Module, layers: Sequence[nn.Module], size: int) -> None:
+    """Refuse layers of compiled code, which would see an empty tensor.
+
+    Raises:
+        ValueError: a layer is, or has in it, a TorchScript module.
+    """
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    for name, part in module.named_modules():
+        if id(part) in inside and isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"`{name}` is a TorchScript module, which can take no tensor whose tokens are split over ranks "
+                f"(`context_parallel_size={size}`). Put the Python module there, or use `context_parallel_size=1`."
+            )
 
 
 def _called(layer: nn.Module) -> list[nn.Module]:

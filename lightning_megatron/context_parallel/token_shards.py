@@ -77,7 +77,7 @@ _KEPT = {
     *(T.sum, torch.sum, T.mean, torch.mean, T.__format__),
     *getters("requires_grad", "grad_fn", "is_leaf"),
     *(T.data_ptr, T.untyped_storage, T.storage, T.storage_offset, T.set_, T.resize_),
-    *(T.__dlpack__, T.share_memory_, T.as_strided, T.as_strided_, T.detach_, T.numpy),
+    *(T.__dlpack__, T.share_memory_, T.as_strided_, T.detach_, T.numpy),
 }
 """Rules that hold for a dim of tokens as for any other."""
 

@@ -252,8 +252,8 @@ class TokenSplit(SplitDim):
         raise RuntimeError(
             f"a tensor of shape {tuple(shape)}, whose tokens are split over {self.group.size()} ranks "
             "(`context_parallel_size`), was given to code that torch's functions do not see: a custom "
-            "`autograd.Function`, `torch.utils.checkpoint(use_reentrant=True)`, `torch.func` or an operator written in "
-            "C++. Its gradient would be wrong. Use torch's own functions there, "
+            "`autograd.Function`, `torch.utils.checkpoint(use_reentrant=True)`, `torch.func`, `torch.jit` or code "
+            "in C++. Its gradient would be wrong. Use torch's own functions there, "
             "`torch.utils.checkpoint(use_reentrant=False)`, or `context_parallel_size=1`."
         )
 

@@ -106,6 +106,16 @@ def viewed(x):
     return x.exp() + last[:, None]
 
 
+def written_outside(x):
+    """Writes into views of single tokens that have left the graph, to which gradients go as before."""
+    x = x * 1
+    x[:, 1].data.mul_(3)
+    x[:, -1].detach().zero_()
+    with torch.no_grad():
+        x[:, 2].sub_(1)
+    return x * 2
+
+
 LOCAL = {
     "arithmetic": lambda x: (x * 2 + OTHER) / (OTHER.abs() + 1) - x.exp() ** 2 + torch.arange(TOKENS)[:, None],
     "activations": lambda x: F.gelu(x) + F.silu(x) + x.relu() + torch.sigmoid(x) + x.tanh(),
@@ -162,6 +172,8 @@ WHOLE = {
 
 GATHERS = {
     "views written": lambda x: viewed(x),
+    "views written outside of the graph": lambda x: written_outside(x),
+    "strides": lambda x: x.as_strided((BATCH, TOKENS - 2, 3, WIDTH), (TOKENS * WIDTH, WIDTH, WIDTH, 1)).mean(2),
     "last token": lambda x: x[:, -1] + x[:, 0],
     "chosen tokens": lambda x: x[torch.arange(BATCH), torch.tensor([3, 10])] + x[KEPT].sum(),
     "every other": lambda x: x[:, ::2],

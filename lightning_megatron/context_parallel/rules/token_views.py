@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.context_parallel.rules.elementwise import pointwise
 from lightning_megatron.context_parallel.token_split import TokenSplit
 from lightning_megatron.layers.whole import NeedsWhole, Rule, WholeTensor
+from lightning_megatron.layers.whole.graph import RULES as MEMORY
 from lightning_megatron.layers.whole.views import RULES as VIEWS
 from lightning_megatron.mesh.torch_functions import getters
 
@@ -199,6 +200,15 @@ def _gather(func: Any, model: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
     return model.like(func(model.local(), dim, model.spread.take_held(index, model.along, 0)))
 
 
+def _strided(func: Any, model: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """A view by strides from the tensor's beginning: of the gathered one, whose strides are those that a split tensor
+    says it has. An offset is one into memory that a split tensor may share with others, which is not to be had.
+    """
+    if storage_offset is None:
+        raise NeedsWhole
+    return MEMORY[T.as_strided](func, model, size, stride, storage_offset)
+
+
 T = Tensor
 _KEPT = (T.transpose, torch.transpose, T.swapaxes, *getters("mT"))
 _ALONG = (
@@ -224,4 +234,5 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((T.split, torch.split, T.chunk, torch.chunk), _second),
     **dict.fromkeys((T.topk, torch.topk), _topk),
     **dict.fromkeys((T.gather, torch.gather), _gather),
+    **dict.fromkeys((T.as_strided, torch.as_strided), _strided),
 }

@@ -72,10 +72,10 @@ def has_joint_stacks(module: nn.Module) -> int:
 
 
 def forward_arguments(module: nn.Module) -> list[str]:
-    """Names of the arguments of a module's forward."""
+    """Names of the arguments of a module's forward; none where its class has no such function, as a scripted one."""
     try:
         return list(inspect.signature(type(module).forward).parameters)[1:]
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return []
 
 

@@ -152,6 +152,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
     target = out if out is not None else args[0] if args else None
     copy = target._copy if isinstance(target, GatheredView) else None
     args, kwargs = tree_map(lambda v: v.full() if hasattr(type(v), "take_from") else v, (args, kwargs))
+    left = isinstance(target, GatheredView) and not target.requires_grad  # the graph, as `.data` has
+    if copy is not None and copy.in_graph and left:
+        with torch.no_grad():
+            copy.write(func, args, kwargs)
+        return target
     if copy is not None and copy.in_graph and target is args[0]:
         found = copy.written(func, target, args[1:], kwargs)
         if found is not None:

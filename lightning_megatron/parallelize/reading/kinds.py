@@ -33,8 +33,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether this is a linear layer that holds its weight as a tensor: ``nn.Linear``, a subclass, or ``Conv1D``."""
-    holds_weight = isinstance(module._parameters.get("weight"), torch.Tensor)
-    return holds_weight and (isinstance(module, nn.Linear) or is_transposed(module))
+    linear = isinstance(module, nn.Linear) or is_transposed(module)
+    return linear and isinstance(module._parameters.get("weight"), torch.Tensor)
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
