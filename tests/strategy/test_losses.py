@@ -42,6 +42,7 @@ from tests.strategy.loss_modules import (
     Flat,
     Labelled,
     Late,
+    LogsHits,
     LogsOthers,
     Noisy,
     SetByFirstBatch,
@@ -309,6 +310,23 @@ def test_a_way_that_fits_as_in_float32_does_not_where_all_is_computed_in_float64
     opaque = find([_part(float("nan")), _part(2.0)], _part(float("nan")), [2, 2], {})
     opaque.settle("", exact=True)
     assert opaque.fits
+
+
+def test_a_sum_that_one_part_alone_has_shown_is_tried_again_where_several_have_numbers(mesh: ParallelMesh) -> None:  # noqa: F811
+    def batch(*hits: int) -> Any:
+        x, y = tokens(8)
+        return torch.cat((torch.tensor([[3 if row in hits else 1] for row in range(8)]), x[:, 1:]), 1), y
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(said_of_losses, "rank_zero_warn", said.append)
+        batches = [batch(0), batch(5), batch(0, 2), batch(0, 2, 4)]
+        found, reading, _ = _steps(LogsHits(), mesh, batches, micro_batch_size=2)
+    assert [step[1]["hits"] for step in found] == [1, 1, 2, 3]
+    assert [step[1]["score"] for step in found] == [0.5, 0.5, 1.0, 0.375], "the third is not yet known, the last a mean"
+    assert reading.within["hits"] == "sum" and reading.within["score"] is None and not reading.slight
+    assert "given as `score` (" in said[0] and "step 3 logged `score` as the sum of its micro-batches" in said[1], said
+    assert len(said) == 2
 
 
 def test_logged_values_combine_as_they_do_over_the_batch() -> None:

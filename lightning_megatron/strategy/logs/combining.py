@@ -148,6 +148,12 @@ def _means(
             yield Mean(way, curve), value
 
 
+class Unsure(str):
+    """A key of :data:`OPERATIONS` that others fit as well: in all trials at most one part had a number other than 0."""
+
+    __slots__ = ()
+
+
 def likeliest(ways: Mapping[Any, float]) -> Any:
     """The first of the ways that are about as near as any; ``None`` if there are none."""
     least = min(ways.values(), default=0.0)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megatron.mesh.torch_functions import line_of_user
-from lightning_megatron.strategy.logs.combining import Logged, Mean, combine
+from lightning_megatron.strategy.logs.combining import Logged, Mean, Unsure, combine
 from lightning_megatron.strategy.logs.metrics import BatchValue, Gather, MetricCalls, Shares
 
 _EMPTY = inspect.Parameter.empty
@@ -285,10 +285,13 @@ class LogRecorder:
 
     def differs_untold(self) -> bool:
         """Whether some number differs between micro-batches of which no trial has told how it comes together."""
-        untold = [r for r in self._records.values() if r.is_number and r.key.name not in self._within]
-        for values in (record.values for record in untold if len(record.values) > 1):
-            each = [float(value) for value in values]
-            if max(each) - min(each) > _DIFFERS * max(map(abs, each)):
+        for record in (each for each in self._records.values() if each.is_number and len(each.values) > 1):
+            told = record.key.name in self._within
+            if told and self._within[record.key.name].__class__ is not Unsure:
+                continue
+            each = [float(value) for value in record.values]
+            apart = max(each) - min(each) > _DIFFERS * max(map(abs, each))
+            if sum(value != 0 for value in each) > 1 if told else apart:
                 return True
         return False
 

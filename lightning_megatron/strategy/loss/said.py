@@ -254,6 +254,12 @@ def warn_of_logged(before: Reading, now: Reading, step: int) -> None:
             "not the value of the batch: in all of them it had been the same before. From now on it is put together "
             "as the batch would give it."
         )
+    for key in sorted(before.slight):
+        if now.within.get(key) != before.within.get(key):
+            rank_zero_warn(
+                f"step {step} logged `{key}` as the {before.within.get(key)} of its micro-batches, which is not the "
+                "value of the batch: before, at most one of those that were tried had another number than 0."
+            )
 
 
 def warn_of_shared_draws(places: Iterable[Place]) -> None:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.strategy.logs.combining import Logged, fitting, likeliest
+from lightning_megatron.strategy.logs.combining import Logged, Unsure, fitting, likeliest
 from lightning_megatron.strategy.loss.counted import Counted
 from lightning_megatron.strategy.loss.trials.bends import Bend
 
@@ -71,6 +71,7 @@ class Finding:
         draws: what the step draws for every sample, and micro-batches would draw alike, or "".
         undecided: name of a value that only one part has changed in every trial, so that it may add up or not, or "".
         bends: where the loss may bend at a number of the batch; ``None`` for nowhere.
+        slight: logged keys of which at most one part has a number other than 0, so that sums, extremes and norms agree.
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class Finding:
     draws: str = ""
     undecided: str = ""
     bends: Bend | None = None
+    slight: frozenset[str] = frozenset()
 
     def settle(
         self,
@@ -142,6 +144,7 @@ class Finding:
             opaque=any(one.opaque and not one.empty for one in every) or all(one.opaque for one in every),
             failed=next((one.failed for one in every if one.failed), ""),
             gathers=any(one.gathers for one in every),
+            slight=_slight(one for one in every if one.logs),
         )
 
 
@@ -177,6 +180,7 @@ def find(
     best = min(fits, key=lambda way: (fits[way] > 0.1 * tolerance, fits[way]), default=None)
     weights: dict[Any, Sequence[float]] = {"weights": ways.get(best, sizes), "sizes": sizes, **counts}
     logs: dict[str, dict[Any, float]] = {key: {} for part in parts for key in part.logs if key not in whole.logs}
+    slight: set[str] = set()
     for key, logged in whole.logs.items():
         held = [place for place, part in enumerate(parts) if key in part.logs]  # others do not come to the line
         values = [parts[place].logs[key].value for place in held]
@@ -186,10 +190,11 @@ def find(
             given = [size for place in held if (size := parts[place].logs[key].size)]
             given = given if sum(given) == logged.size else []  # it counts, and is no constant
             logs[key] = fitting(values, logged.value, of_held, off, given) if held else {}
+            slight.update([key] if sum(value != 0 for value in values) < 2 else ())
     wide = {key for key, logged in whole.logs.items() if logged.wide}
     lines = {key: logged.line for run in (*parts, whole) for key, logged in run.logs.items()}
     rounding = _ROUNDING[torch.float32] if whole.dtype in _TOLERANCE else _NARROW
-    return Finding(fits, "", logs, wide, lines, rounding, tells, (whole.loss, means[None]))
+    return Finding(fits, "", logs, wide, lines, rounding, tells, (whole.loss, means[None]), slight=frozenset(slight))
 
 
 def _fits_of_some(
@@ -219,6 +224,13 @@ def _tell(values: Sequence[float], whole: float) -> bool:
     return math.isfinite(whole) and (max(values) > min(values) or whole != values[0])
 
 
+def _slight(found: Iterable[Finding | Reading]) -> frozenset[str]:
+    """Logged keys that none of these has told by more than one part with a number other than 0."""
+    every = list(found)
+    keys = {key for one in every for key in one.slight}
+    return frozenset(key for key in keys if all(key in one.slight for one in every if key in one.logs))
+
+
 def _both(one: Mapping[str, dict[Any, float]], other: Mapping[str, dict[Any, float]]) -> dict[str, dict[Any, float]]:
     """Findings of both, each way with the larger distance; those of one for a key that the other lacks."""
     joined = dict(one)
@@ -243,6 +255,7 @@ class Reading:
         draws: see :class:`Finding`.
         undecided: see :class:`Finding`.
         bends: see :class:`Finding`.
+        slight: see :class:`Finding`.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -255,6 +268,7 @@ class Reading:
     draws: str = ""
     undecided: str = ""
     bends: Bend | None = None
+    slight: frozenset[str] = frozenset()
 
     def after(self, found: Finding) -> Reading:
         """The findings after a further trial."""
@@ -266,12 +280,14 @@ class Reading:
         opaque = found.opaque and not (self.fits and self.settled)
         writes, draws = self.writes or found.writes, self.draws or found.draws
         undecided, bends = found.undecided, self.bends or found.bends
-        return Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, undecided, bends)
+        slight = _slight([self, found])
+        return Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, undecided, bends, slight)
 
     @property
     def within(self) -> dict[str, Any]:
         """Logged key -> how values of micro-batches combine; ``None`` where no way was found."""
-        return {key: likeliest(ways) for key, ways in self.logs.items()}
+        ways = {key: likeliest(ways) for key, ways in self.logs.items()}
+        return ways | {key: Unsure(ways[key]) for key in self.slight if isinstance(ways[key], str)}
 
     @property
     def whole(self) -> bool:

@@ -184,7 +184,8 @@ class LossTrials:
         names, differ = [key.name for key in outcome.logs.keys], outcome.differ
         self._looks_other |= outcome.unseen
         self._differ = differ or (self._rounds and self._steps in _ROUNDED)
-        self._differ &= self._asked < _UNSETTLED and any(name not in self.reading.logs for name in names)
+        told = self.reading.logs.keys() - self.reading.slight
+        self._differ &= self._asked < _UNSETTLED and not told.issuperset(names)
         self._asked += self._differ
         if not self._keys.issuperset(names):
             self._new_keys = not self._fresh
