@@ -105,6 +105,20 @@ class Sized(Net):
         self.found = [float(self.trainer.callback_metrics[name]) for name in ("the same", "its own")]
 
 
+class SomeLogits(Net):
+    """A metric takes scores for logits where one of them is below 0, which those of some samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = Accuracy(task="binary")
+
+    def count(self, loss: Tensor, scores: Tensor, classes: Tensor) -> None:
+        self.accuracy.update(scores[:, 0] + 0.7 - 2.0 * (classes == 0), classes % 2)
+
+    def on_train_epoch_end(self) -> None:
+        self.found = [float(self.accuracy.compute())]
+
+
 class Told(Net):
     """Means and sums see its loss, one by a call whose value is logged; the last batch is smaller."""
 
@@ -261,7 +275,7 @@ class LogsHighest(Validates):
         return self.mean.compute()
 
 
-OF_TRAINING = (Net, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens, Tracked)
+OF_TRAINING = (Net, SomeLogits, OfBatches, Sized, Told, ToldOfTargets, Scored, OfTokens, Tracked)
 KINDS = {kind.__name__: kind for kind in (*OF_TRAINING, Validates, ValidatesOfBatches, LogsHighest)}
 
 
@@ -356,6 +370,20 @@ def test_metrics_of_a_step_are_those_of_one_process(name: str, devices: int, opt
 def test_replicas_say_that_a_metric_is_told_their_own_numbers(name: str, wanted: str, devices: int) -> None:
     said = run_trainers(fit, name, {"pipeline_parallel_size": devices // 2}, devices=devices)[0].value[1]
     assert any(wanted in each for each in said), said
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (1, {"micro_batch_size": 2}),
+        pytest.param(2, PP, marks=WIDE),
+        pytest.param(2, {}, marks=WIDE),
+        pytest.param(4, PP, marks=WIDE),
+    ],
+)
+def test_a_metric_that_takes_parts_of_a_batch_for_logits_is_warned_of(devices: int, options: Any) -> None:
+    said = run_trainers(fit, "SomeLogits", options, devices=devices)[0].value[1]
+    assert any("metric `accuracy` takes what it is given for logits" in each for each in said), said
 
 
 @pytest.mark.parametrize(

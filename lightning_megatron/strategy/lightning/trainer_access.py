@@ -356,3 +356,29 @@ def _without_neighbours(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             value = copies.setdefault(key, value.clone()) if value.numel() else value.clone()
         found[name] = value
     return found
+
+
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+"""What a Trainer shows of what has been logged."""
+
+
+@contextmanager
+def metrics_shown_as(
+    trainer: pl.Trainer, make: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Generator[None, None, None]:
+    """Show other dictionaries of metrics for a while; what Lightning adds to them stays.
+
+    Args:
+        trainer: the run's.
+        make: such a dictionary out of the Trainer's own.
+    """
+    connector = trainer._logger_connector
+    kept = {name: getattr(connector, f"_{name}") for name in METRICS}
+    for name, table in kept.items():
+        setattr(connector, f"_{name}", make(table))
+    try:
+        yield
+    finally:
+        for name, table in kept.items():
+            table.update(dict.items(getattr(connector, f"_{name}")))
+            setattr(connector, f"_{name}", table)

@@ -44,6 +44,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.pickling import HeldGroup
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.strategy.evaluation.taken_for_logits import LogitsNoted, takes_logits
 
 Gather = Callable[..., list[Tensor]]
 """``dist_sync_fn`` of a metric: a state of this rank -> those of all ranks."""
@@ -266,9 +267,15 @@ class GatherOverReplicas:
     def __init__(self, group: Any) -> None:
         self._replicas = HeldGroup(group)
 
+    @property
+    def group(self) -> Any:
+        """The replicas; ``None`` for one."""
+        held = self._replicas.group
+        return None if held is None or held.size() == 1 else held
+
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         whole = tensor.full() if isinstance(tensor, WholeTensor) else tensor
-        alone = self._replicas.group is not None and self._replicas.group.size() == 1
+        alone = self._replicas.group is not None and self.group is None
         return [whole] if alone else gather_all_tensors(whole, self._replicas.group)
 
 
@@ -313,6 +320,7 @@ class MetricRouter:
     def _take(self, module: nn.Module) -> None:
         self._owners.update(id(part) for part in module.modules())
         known = {id(metric) for metric in self._attached}
+        names = {child: name for name, child in module.named_modules() if name}
         for metric in module.modules():
             if not isinstance(metric, Metric) or id(metric) in known:
                 continue
@@ -322,6 +330,9 @@ class MetricRouter:
             self._replaced.put(metric, "compute", _BroadcastCompute(self, metric, metric.compute))
             if type(metric).update in (MeanMetric.update, SumMetric.update):
                 self._replaced.put(metric, "update", _SharedUpdate(self._running, metric, metric.update))
+            elif takes_logits(metric):
+                noted = LogitsNoted(self._running.metric_calls, metric.update, names.get(metric, type(metric).__name__))
+                self._replaced.put(metric, "update", noted)
 
     def detach(self) -> None:
         """Give the metrics their own behaviour back."""
@@ -333,7 +344,13 @@ class MetricRouter:
 
     def compute(self, metric: Metric, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``metric.compute()`` on the last stage; its value elsewhere."""
-        if self._alone or self._running.recorder is not None or self._computes:
+        if self._running.recorder is not None or self._computes:
+            return compute(*args, **kwargs)
+        noted = vars(metric).get("update")
+        if self._has_loss and isinstance(noted, LogitsNoted):
+            exchanges = metric._computed is None and metric._to_sync and metric.sync_on_compute
+            noted.tell(self._gather.group if exchanges else None)
+        if self._alone:
             return compute(*args, **kwargs)
         if self._has_loss:
             self._computes = True  # a wrapper computes the metric in it, which the others do not

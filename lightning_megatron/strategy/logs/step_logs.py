@@ -179,6 +179,10 @@ class LogRecorder:
         if self.metric_calls is not None:
             self.metric_calls.begin_micro_batch(shares)
 
+    def names(self) -> set[str]:
+        """Of what this micro-batch has logged so far."""
+        return {name for name, count in self._counts.items() if count}
+
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """In the middle of a micro-batch, around code of others."""

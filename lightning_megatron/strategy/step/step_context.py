@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, cast
@@ -23,6 +23,7 @@ from lightning_megatron.mesh.precisions import StepPrecision
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
+from lightning_megatron.strategy.evaluation.logged_reads import LoggedReads
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.logs.metrics import GatherOverReplicas, MetricCalls
@@ -63,6 +64,7 @@ class Recording:
         take: TakesLog | None = None,
     ) -> None:
         self._module, self._check, self._take = module, check, take
+        self._reads = LoggedReads(module)
         self._metric_copies: dict[tuple[int, int], Metric] = {}
         self.recorder: LogRecorder | None = None
         self.constant, self.told = set[str](), Narrowed()
@@ -95,7 +97,8 @@ class Recording:
         said = self._take, self.hand_on if alone else None, self.constant
         self.recorder = recorder = LogRecorder(self._module, calls, self._check, within, *said)
         try:
-            yield recorder
+            with nullcontext() if said[1] else self._reads.refused(recorder.names):
+                yield recorder
         finally:
             self.recorder = None
 
