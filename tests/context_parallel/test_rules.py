@@ -173,6 +173,7 @@ WHOLE = {
 GATHERS = {
     "views written": lambda x: viewed(x),
     "views written outside of the graph": lambda x: written_outside(x),
+    "places": lambda x: x.sum() * torch.where(x > 0)[1].double().mean(),
     "strides": lambda x: x.as_strided((BATCH, TOKENS - 2, 3, WIDTH), (TOKENS * WIDTH, WIDTH, WIDTH, 1)).mean(2),
     "last token": lambda x: x[:, -1] + x[:, 0],
     "chosen tokens": lambda x: x[torch.arange(BATCH), torch.tensor([3, 10])] + x[KEPT].sum(),

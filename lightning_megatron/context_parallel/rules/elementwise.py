@@ -54,6 +54,8 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     if options.get("inplace") is True:
         return _in_place(func, *args, **kwargs)
     found = func(*parts, **options)
+    if not isinstance(found, Tensor):  # `torch.where` of a condition alone gives places
+        raise NeedsWhole
     return model.like(found, found.ndim + place)
 
 

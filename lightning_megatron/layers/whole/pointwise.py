@@ -47,7 +47,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> WholeTensor:
     model = first_whole(args)
     parts, options = tree_map(lambda value: operand(model, value), (args, kwargs))
     held = func(*parts, **options)
-    if held.shape != model.held().shape:
+    if not isinstance(held, Tensor) or held.shape != model.held().shape:  # `torch.where` alone gives places
         raise NeedsWhole
     return model.from_held(held)
 
