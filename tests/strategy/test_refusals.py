@@ -36,7 +36,10 @@ ONE_STAGE = "`pipeline_parallel_size=1`"
         ("half", ["`net.final_norm` was called when layer 2 of `net.layers` was expected", ONE_STAGE]),
         ("trunkless", ["no trunk found", "net.activations", '`pipeline_layers="..."`', ONE_STAGE]),
         ("shared", ["the trunk `net.layers` holds the same layer object more than once", ONE_STAGE]),
-        ("slice_penalty", ["what `training_step` returned depends on `net.layers.0`", "`weight_decay`", ONE_STAGE]),
+        (
+            "slice_penalty",
+            ["what `training_step` returned depends on `net.layers.0`", "first computes with it in ", ONE_STAGE],
+        ),
         ("late_penalty", ["what `training_step` returned depends on `net.layers.0`", "`weight_decay`", ONE_STAGE]),
         pytest.param("own_backward", ["the step runs a backward of its own (`.backward()`)", ONE_STAGE], marks=WIDE),
         ("late_number", ["the step reads, in Python, a number that depends on `net.layers.0`", ONE_STAGE]),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,10 @@ from torchmetrics import Metric
 
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 
+_OF_LAYER = (
+    "What layers compute reaches later stages only through the arguments of the layers after them: pass it through all "
+    "of them, or use `pipeline_parallel_size=1`. (A penalty on weights of layers is the optimizer's `weight_decay`.)"
+)
 LARGEST = 1 << 16
 """Elements of the largest buffer that is kept at each run, to be put back where stand-ins were written into it."""
 
@@ -68,25 +72,20 @@ class StageSource:
         name: dotted name.
         is_layer: whether it is a layer of the trunk.
         way_out: what to do about it, where that is not what its being a layer or another part tells.
+        line: of the user's code that first computes with the values; "" where no run was traced.
     """
 
     name: str
     is_layer: bool = False
     way_out: str = ""
+    line: str = field(default="", compare=False)
 
     def remedy(self) -> str:
         """Advice about a value that depends on it."""
-        if self.way_out or self.is_layer:
-            return self.way_out or (
-                "What layers compute reaches later stages only through the arguments of the layers after them: pass "
-                "it through all of them, or use `pipeline_parallel_size=1`. (A penalty on weights of layers is the "
-                "optimizer's `weight_decay`.)"
-            )
-        return (
-            "Keep that part on every stage with "
-            f'`MegatronStrategy(pipeline_placement={{"{self.name}": "all"}})` (its gradients are summed), or use '
-            "`pipeline_parallel_size=1`."
-        )
+        kept = f'`MegatronStrategy(pipeline_placement={{"{self.name}": "all"}})` (its gradients are summed)'
+        of_part = f"Keep that part on every stage with {kept}, or use `pipeline_parallel_size=1`."
+        advice = self.way_out or (_OF_LAYER if self.is_layer else of_part)
+        return f"{advice} The step first computes with it in {self.line}." if self.line else advice
 
 
 class STATE:

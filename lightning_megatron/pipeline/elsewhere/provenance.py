@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.pipeline.elsewhere.away import (
     BLIND,
     FIRST_ONLY,
@@ -82,6 +84,8 @@ class Provenance(TorchFunctionMode):
             return mark(output, source)
         if self._paused or func in BLIND:
             return output
+        if type(output) is Away and not output.source.line:  # what is made of it has the source, and so the line
+            output.source = replace(output.source, line=line_of_user())
         if self._any_made(args[:1] if func in FIRST_ONLY else (args, kwargs)):
             self.note_made(output)
             if writes_in_place(getattr(func, "__name__", "")) and args:
