@@ -21,8 +21,8 @@ def explain(
 ) -> None:
     """Print the tensor-parallel plan of a Hugging Face model: modules, styles, shapes, collectives.
 
-    Neither weights nor processes are needed: the model is built without memory, and one layer of each kind is tried
-    with random weights.
+    Neither weights nor processes are needed: the model is built without
+    memory, and one layer of each kind is tried with random weights.
     """
     if not hf_config.exists():  # before torch is imported, and before the hub is asked for a model of that name
         raise typer.BadParameter(f"`--hf-config {hf_config}`: there is no such file or folder here")

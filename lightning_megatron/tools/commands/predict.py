@@ -24,8 +24,8 @@ def predict(
 ) -> None:
     """Predict seconds per step, TFLOP/s per GPU, and memory of every run in a CSV file.
 
-    Measured columns are never read for a prediction. With --score they are read after it, and errors are printed per
-    family.
+    Measured columns are never read for a prediction. With --score they are
+    read after it, and errors are printed per family.
     """
     from lightning_megatron.planner.runs.records import predict_file, score_rows
 

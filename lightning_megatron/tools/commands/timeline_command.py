@@ -54,8 +54,8 @@ def timeline(
 ) -> None:
     """Check a schedule, simulate it with given costs, and draw it.
 
-    The bubble fraction is idle over busy time inside the longest rank's own span, as in the literature; "of the step"
-    counts the wait for the slowest rank too, which is what a step costs when ranks wait for each other at its end.
+    The bubble is idle over busy time inside the longest rank's own span, as in
+    the literature; "of the step" also counts the wait for the slowest rank.
     """
     options = {
         name: value for name, value in (("group_size", group_size), ("memory_limit", memory_limit)) if value is not None
