@@ -17,23 +17,26 @@ from tests.parity.zoo.tasks import TokenTask
 
 
 class Decoder(nn.Module):
-    """A decoder with a tied head, or the table of its embedding in the place of one, by a product known or not."""
+    """A decoder with a tied head, or the table of its embedding in the place of one, by a product known or not; or a
+    head alone is trained.
+    """
 
     def __init__(self, head: str) -> None:
         super().__init__()
         self.kind = head
         self.embedding, self.norm = nn.Embedding(VOCABULARY, HIDDEN), nn.LayerNorm(HIDDEN)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
-        if head in ("own", "tied"):
+        if head in ("own", "tied", "frozen"):
             self.head = nn.Linear(HIDDEN, VOCABULARY, bias=head == "own")
         if head == "tied":
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.kind != "frozen"):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            x = self.norm(x)
         if self.kind == "einsum":
             return torch.einsum("bsh,vh->bsv", x, self.embedding.weight)
         return self.head(x) if hasattr(self, "head") else F.linear(x, self.embedding.weight)

@@ -21,6 +21,7 @@ LAYOUTS = [
             ("tied", {TP: 2}),
             ("tied", {TP: 2, "sequence_parallel": True}),
             ("own", {CP: 3}),
+            ("frozen", {CP: 2}),
             ("tied", {CP: 2, TP: 2}),
             ("tied", {PP: 2, "pipeline_schedule": "zb-h1"}),
             ("own", {PP: 2, CP: 2}),

@@ -53,7 +53,8 @@ class LazyLogits(ShownFirst, WholeTensor):
         if not grad:
             rows = rows.detach()
         elif not rows.requires_grad and any(value.requires_grad for value in parameters):
-            rows = rows.detach().requires_grad_()
+            start = (rows.local() if isinstance(rows, WholeTensor) else rows).detach().requires_grad_()
+            rows = rows.like(start) if isinstance(rows, WholeTensor) else start
         own = rows.local() if isinstance(rows, WholeTensor) else rows
         head = HeadRows(
             *(None, classes, multiply),  # type: ignore[arg-type]
