@@ -22,7 +22,7 @@ from lightning_megatron.strategy.carried.step_stores import (
     stored_names,
 )
 from lightning_megatron.strategy.carried.ways_on import ways_on
-from lightning_megatron.strategy.loss.said import say_written_by_all
+from lightning_megatron.strategy.loss.replicas_said import say_written_by_all
 from lightning_megatron.strategy.loss.tables import Name, is_of_scheduler, names_of_rates, sendable
 from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds

@@ -36,7 +36,7 @@ from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOf
 from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.loss.counted import Counted
-from lightning_megatron.strategy.loss.said import warn_of_replicas, warn_of_untried
+from lightning_megatron.strategy.loss.replicas_said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried, unlike_pair
