@@ -173,12 +173,8 @@ class SeveralStages:
         tensor: how parameters are split over tensor-parallel ranks.
         options: the user's choices.
         world: what lies outside of this process.
-
-    Attributes:
         ended: called at the end of each run of a step, to wait for replicas that go on.
     """
-
-    ended: Callable[[], None]
 
     def __init__(
         self,
@@ -189,8 +185,9 @@ class SeveralStages:
         tensor: TensorState,
         options: EngineOptions,
         world: World,
+        ended: Callable[[], None],
     ) -> None:
-        self._world = world
+        self._world, self._ended = world, ended
         self._module, self._mesh, self._device = module, mesh, device
         self._stage, self._tensor, self._options = stage, tensor, options
         self._has_loss = mesh.rank == mesh.loss_rank
@@ -272,7 +269,7 @@ class SeveralStages:
             self._check_equal_batches(opened, batch, micro_batches)
             self._delivery.expect()
             yield opened.executor
-            self.ended()
+            self._ended()
             if training:
                 self._leftovers.share_buffers()
         finally:

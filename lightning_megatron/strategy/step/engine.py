@@ -110,14 +110,13 @@ class StepEngine:
             one_stage = stages = OneStage(module, mesh, device, streams)
             check, take = None, None
         else:
-            several_stages = SeveralStages(module, mesh, device, stage, tensor, options, world)
+            around = options, world, lambda: self._experts.end()  # made below: it asks for what is recorded
+            several_stages = SeveralStages(module, mesh, device, stage, tensor, *around)
             stages, check, take = several_stages, refuse_away, several_stages.repeats.take_log
         self._stages, self.has_stages = stages, stage is not None
         self.recording = Recording(module, mesh, device, check, take)
         here = Marks.of(module).get(Calls)
-        self._experts = StepCalls(module, here, device, lambda: self.recording.recorder is not None)
-        if stage is not None:
-            several_stages.ended = self._experts.end
+        self._experts: StepCalls = StepCalls(module, here, device, lambda: self.recording.recorder is not None)
         shared = self.model_gradients, self.recording, self.losses, self._experts
         self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
         self._in_parts = ScheduledStep(self._context)
