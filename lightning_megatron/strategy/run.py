@@ -33,15 +33,12 @@ from lightning_megatron.pipeline.elsewhere.listing import NewContainers
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.alike import synchronize
 from lightning_megatron.strategy.assembly.assembled import Assembled
-from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.cut_short import CutShort
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
 from lightning_megatron.strategy.evaluation.kept import KeptForHooks
 from lightning_megatron.strategy.hooks.added_later import LateModules
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
-from lightning_megatron.strategy.hooks.over_stages import OverStages
-from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.averaging import begin_averages
 from lightning_megatron.strategy.lightning.hooks import takes_second_gradients
@@ -55,6 +52,7 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
+from lightning_megatron.strategy.seen_whole import SeenWhole
 from lightning_megatron.strategy.step.equal_replicas import comparisons
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, call_with
 from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights, weights_of
@@ -114,25 +112,10 @@ class Run:
             self._replicas = default_group(mesh.group("data_parallel"))
             self._everyone = default_group(mesh.group("world"))
         divided = mesh.layout.pipeline > 1 or not assembled.tensor_state.is_trivial
-        self._summaries = lightning_state.WholeSummaries(whole_view) if divided else None
         self._late = LateModules(self.module, gradients.presence, wanted=divided)
         clips_gradients_of(precision, gradients)
         stage = Stage.of(self.module)
-        self._over_stages: OverStages | None = None
-        if stage is not None:
-            stages = stage, mesh.group("pipeline_parallel")
-            self._over_stages = OverStages(self.module, trainer, *stages, precision, self._named_groups)
-        self._whole_hooks: WholeHooks | None = None
-        self._on_parts: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-        if not assembled.tensor_state.is_trivial:
-            split = assembled.tensor_state, assembled.report
-            entered = getattr if self._over_stages is None else self._over_stages.entered
-            self._whole_hooks = WholeHooks(self.module, trainer, *split, mesh, precision, self._experts, entered)
-            gradients.shows_whole = self._whole_hooks.gradient_hooks
-            gradients.shows_parts = self._whole_hooks.steps.paused
-            self._on_parts = self._whole_hooks.local
-        elif self._over_stages is not None:
-            self._over_stages.install()
+        self._seen = SeenWhole(assembled, trainer, mesh, precision, self._experts, self._named_groups)
         wanted = self._fits and not self.engine.splits_itself
         self._equal, self._equal_stages = comparisons(self.module, stage, gradients, processes, wanted=wanted)
         here = self.module, trainer, self.engine, mesh, processes.device
@@ -144,14 +127,14 @@ class Run:
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
         if not self._fits:
-            begin_averages(trainer, self.saving.weights, processes.device, self._on_parts, fits=False)
+            begin_averages(trainer, self.saving.weights, processes.device, self._seen.on_parts, fits=False)
         self._containers = NewContainers() if stage is not None else None
         if self._containers is not None:
             self._containers.start()
         self._clipping: HandClipping | None = None
         several = mesh.layout.pipeline * mesh.layout.tensor * options.expert_ranks > 1
         if several and not self.engine.splits_itself:
-            views = self._whole_hooks, self._over_stages
+            views = self._seen.whole_hooks, self._seen.over_stages
             self._clipping = HandClipping(self.module, gradients.presence, stage, gradients.norm, *views)
             self._clipping.start()
 
@@ -205,7 +188,7 @@ class Run:
             self._known = frozenset(self.module.parameters())
             for optimizer in optimizers:
                 self.check_prepared(optimizer)
-        begin_averages(self._trainer, self.saving.weights, self._processes.device, self._on_parts)
+        begin_averages(self._trainer, self.saving.weights, self._processes.device, self._seen.on_parts)
 
     def continue_loader(self, loader: object) -> object:
         """A training loader that goes on where the checkpoint's run stopped; others as they are.
@@ -226,8 +209,7 @@ class Run:
                 self._equal.check(self._trainer.current_epoch)
         call: Callable[[Any], Any] = functools.partial(call_with, self.module.training_step, args, kwargs)
         call = self.engine.balanced(call)
-        if self._whole_hooks is not None:
-            call = self._whole_hooks.in_step("training_step", call)
+        call = self._seen.in_step("training_step", call)
         call = self.assembled.in_step(call)
         gradients = self.engine.model_gradients
         around, kept = self._precision.train_step_context(), self._kept.training.around("training_step", batch, ())
@@ -258,8 +240,7 @@ class Run:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_batch(batch, self._options.evaluation_micro_batch_size)
         call: Callable[[Any], Any] = functools.partial(call_with, getattr(self.module, name), args, kwargs)
-        if self._whole_hooks is not None:
-            call = self._whole_hooks.in_step(name, call)
+        call = self._seen.in_step(name, call)
         call = self.assembled.in_step(call)
         if name != "predict_step" or self._experts is not None:  # else replicas may have different numbers of batches
             self._processes.wants_batch(name.removesuffix("_step"))
@@ -383,12 +364,7 @@ class Run:
         self._rows.close()
         self._kept.remove(self._trainer)
         self._logs.release()
-        if self._whole_hooks is not None:
-            self._whole_hooks.remove()
-        if self._over_stages is not None:
-            self._over_stages.remove()
-        if self._summaries is not None:
-            self._summaries.remove()
+        self._seen.close()
         clips_gradients_of(self._precision, None)
         remove_loop_ends(self._trainer)
 

@@ -1,0 +1,78 @@
+"""A divided module as hooks and summaries see it: the parameters of all stages, and tensors in their whole shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoints.state.stored import GroupNames
+from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
+from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.assembly.assembled import Assembled
+from lightning_megatron.strategy.assembly.layer_split import whole_view
+from lightning_megatron.strategy.hooks.over_stages import OverStages
+from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
+from lightning_megatron.strategy.lightning.trainer_access import WholeSummaries
+
+
+class SeenWhole:
+    """Lets hooks and summaries see a divided module as in one process, until :meth:`close`.
+
+    Args:
+        assembled: the module; nothing is taken over of one that is not divided.
+        trainer: of the run.
+        mesh: the grid.
+        precision: the plugin in use.
+        experts: groups of the ranks that share out experts, if any do.
+        named_groups: gives the optimizers, each with the names of its groups' parameters on all stages.
+
+    Attributes:
+        over_stages: hooks that go over the parameters of all stages; ``None`` with one stage.
+        whole_hooks: hooks that see whole tensors; ``None`` where none is split.
+        on_parts: makes a function see this rank's parts of tensors all the same; ``None`` where none is split.
+    """
+
+    def __init__(
+        self,
+        assembled: Assembled,
+        trainer: pl.Trainer,
+        mesh: ParallelMesh,
+        precision: Any,
+        experts: ExpertGroups | None,
+        named_groups: Callable[[], Iterable[tuple[Optimizer, GroupNames]]],
+    ) -> None:
+        module, gradients, tensor = assembled.module, assembled.engine.model_gradients, assembled.tensor_state
+        divided = mesh.layout.pipeline > 1 or not tensor.is_trivial
+        self._summaries = WholeSummaries(whole_view) if divided else None
+        stage = Stage.of(module)
+        self.over_stages: OverStages | None = None
+        if stage is not None:
+            group = mesh.group("pipeline_parallel")
+            self.over_stages = OverStages(module, trainer, stage, group, precision, named_groups)
+        self.whole_hooks: WholeHooks | None = None
+        self.on_parts: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        if not tensor.is_trivial:
+            split = tensor, assembled.report
+            entered = getattr if self.over_stages is None else self.over_stages.entered
+            self.whole_hooks = WholeHooks(module, trainer, *split, mesh, precision, experts, entered)
+            gradients.shows_whole = self.whole_hooks.gradient_hooks
+            gradients.shows_parts = self.whole_hooks.steps.paused
+            self.on_parts = self.whole_hooks.local
+        elif self.over_stages is not None:
+            self.over_stages.install()
+
+    def in_step(self, name: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The user's step called ``name``, which sees whole tensors where some are split."""
+        return call if self.whole_hooks is None else self.whole_hooks.in_step(name, call)
+
+    def close(self) -> None:
+        """Give back what was taken over from the module, the Trainer and Lightning."""
+        if self.whole_hooks is not None:
+            self.whole_hooks.remove()
+        if self.over_stages is not None:
+            self.over_stages.remove()
+        if self._summaries is not None:
+            self._summaries.remove()
