@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.experts.exchange.anchors import anchor_for, gradient_of, leave
 from lightning_megatron.experts.exchange.taking_part import Calls
 from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_reduce_scatter
 
@@ -45,7 +46,7 @@ def gather_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, of
     Example:
         2 ranks with [3, h] and [2, h]: [5, h] on both.
     """
-    return _noted(_Gathered.apply(rows, _anchor(rows, of), tuple(sizes), group, of), of)
+    return _noted(_Gathered.apply(rows, anchor_for(rows, wanted=of is not None), tuple(sizes), group, of), of)
 
 
 def scatter_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, of: Of | None = None) -> Tensor:
@@ -54,11 +55,7 @@ def scatter_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, o
     Example:
         2 ranks with [5, h] each, sizes 3 and 2: [3, h] and [2, h].
     """
-    return _noted(_Scattered.apply(rows, _anchor(rows, of), tuple(sizes), group, of), of)
-
-
-def _anchor(rows: Tensor, of: Of | None) -> Tensor:
-    return torch.zeros((), device=rows.device, requires_grad=of is not None and torch.is_grad_enabled())
+    return _noted(_Scattered.apply(rows, anchor_for(rows, wanted=of is not None), tuple(sizes), group, of), of)
 
 
 def _noted(found: tuple[Tensor, Tensor], of: Of | None) -> Tensor:
@@ -86,27 +83,18 @@ def _scattered_rows(rows: Tensor, sizes: tuple[int, ...], group: dist.ProcessGro
 
 
 def _gradient(ctx: Any, grad: Tensor | None) -> Tensor:
-    """The gradient of what came, once a layer that is recomputed has been so, and others know of it."""
-    (anchor,) = ctx.saved_tensors
-    shape, dtype, of = ctx.kind
+    """The gradient of what came, which the others are told of before it is sent."""
+    gradient, of = gradient_of(ctx, grad), ctx.message[-1]
     if of is not None:
-        of[0].differentiate(of[1], anchor.device)
-    return torch.zeros(shape, dtype=dtype, device=anchor.device) if grad is None else grad
-
-
-def _leave(ctx: Any, found: Tensor, anchor: Tensor, message: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Results of a forward: rows, and a number that stands for them."""
-    ctx.message, ctx.kind = message, (found.shape, found.dtype, message[-1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(anchor)
-    return found, anchor.new_zeros(())
+        of[0].differentiate(of[1], gradient.device)
+    return gradient
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, *message: Any) -> tuple[Tensor, Tensor]:
-        sizes, group, _ = message
-        return _leave(ctx, gathered_rows(rows, sizes, group), anchor, message)
+        sizes, group, _ = ctx.message = message
+        return leave(ctx, gathered_rows(rows, sizes, group), anchor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
@@ -116,8 +104,8 @@ class _Gathered(torch.autograd.Function):
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, *message: Any) -> tuple[Tensor, Tensor]:
-        sizes, group, _ = message
-        return _leave(ctx, _scattered_rows(rows, sizes, group), anchor, message)
+        sizes, group, _ = ctx.message = message
+        return leave(ctx, _scattered_rows(rows, sizes, group), anchor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.experts.exchange.anchors import anchor_for, gradient_of, leave
 from lightning_megatron.experts.exchange.folding import Folding
 from lightning_megatron.experts.exchange.gathering import gather_rows, gathered_rows, scatter_rows
 from lightning_megatron.experts.exchange.taking_part import Calls, Told
@@ -186,13 +187,13 @@ class Owners:
         arriving = told.rows[:, : self.local].reshape(-1)
         numbers = torch.arange(self.local, device=rows.device).repeat(self.group.size())
         message = _Message(told.outgoing, told.incoming, self._number, self._calls)
-        started = _Started.apply(rows, _anchor(rows), message)
+        started = _Started.apply(rows, anchor_for(rows), message)
         if meanwhile is not None:
             meanwhile()
         arrived = message.arrive(started, rows)
         found = compute(arrived, numbers.repeat_interleave(arriving, output_size=sum(told.incoming)), told)
         back = _Message(told.incoming, told.outgoing, self._number, self._calls)
-        return back.arrive(_Started.apply(found, _anchor(rows), back), rows)
+        return back.arrive(_Started.apply(found, anchor_for(rows), back), rows)
 
 
 def _counts(expert: Tensor, slots: int) -> Tensor:
@@ -203,11 +204,6 @@ def _counts(expert: Tensor, slots: int) -> Tensor:
             0, within, torch.ones_like(within)
         )[:slots]
     return torch.bincount(expert, minlength=slots)[:slots]
-
-
-def _anchor(rows: Tensor) -> Tensor:
-    """A tensor that makes a message part of all ranks' graphs, or of none: whether rows have gradients may differ."""
-    return torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
 
 
 class _Message:
@@ -246,7 +242,7 @@ class _Message:
 
     def arrive(self, started: Tensor, like: Tensor) -> Tensor:
         """The rows that have come, with gradients that go back; ``started`` is what :class:`_Started` gave."""
-        rows, root = _Arrived.apply(started, _anchor(like), self)
+        rows, root = _Arrived.apply(started, anchor_for(like), self)
         self._calls.joint.note(root)
         return cast(Tensor, rows)
 
@@ -275,25 +271,16 @@ class _Started(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """Rows that have come, and a number that stands for them; see :class:`_Started`.
-
-    A layer that is recomputed is so before the messages of its backward, which is why something is saved.
-    """
+    """Rows that have come, and a number that stands for them; see :class:`_Started`."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, anchor: Tensor, message: _Message) -> tuple[Tensor, Tensor]:
         ctx.message, ctx.places = message, len(started)
-        ctx.set_materialize_grads(False)
-        arrived = message.wait()
-        ctx.save_for_backward(anchor)
-        ctx.kind = arrived.shape, arrived.dtype
-        return arrived, anchor.new_zeros(())
+        return leave(ctx, message.wait(), anchor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        (anchor,) = ctx.saved_tensors
-        shape, dtype = ctx.kind
-        rows = torch.zeros(shape, dtype=dtype, device=anchor.device) if grad is None else grad
+        rows = gradient_of(ctx, grad)
         ctx.message.differentiate(rows)
         back = ctx.message.sent_back = ctx.message.back()
-        return _Started.apply(rows.contiguous(), _anchor(rows), back, ctx.places), None, None
+        return _Started.apply(rows.contiguous(), anchor_for(rows), back, ctx.places), None, None
