@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.mesh.batches import batch_size_of, look_of
-from lightning_megatron.mesh.draws.same_draws import SameDraws
+from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep
 from lightning_megatron.pipeline.stage.final_state import tried
@@ -42,6 +42,9 @@ _AGAIN = 8  # factor between the batches in which it is tried anyhow
 _UNSETTLED = 16  # batches in which what tells nothing is tried again
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 _NARROW = 2e-3
+
+_Told = tuple[str, bool, Drawn]
+"""What a step writes that only the whole batch can, or ""; whether that may yet show; what it draws."""
 
 
 class RunWhole(StartOver):
@@ -171,12 +174,7 @@ class EvaluatedParts:
             self._try(known, call, batch, parts, name, beyond)
             return
         why, undecided, known.open = outcome.output
-        told = [(writes, unsure or bool(known.written.undecided), run.drawn())]
-        world = context.options.gradients.experts > 1
-        for axis in ("world",) if world else ("tensor_parallel", "context_parallel", "pipeline_parallel"):
-            told = [each for some in objects.gather(told, context.mesh.group(axis)) for each in some]
-        written = next((writes for writes, *_ in told if writes), "")
-        drawn = next((draws.apart for *_, draws in told if draws.apart), "")
+        told = self._told_by_all((writes, unsure or bool(known.written.undecided), run.drawn()))
         context.streams.learn([draws for *_, draws in told], training=False)
         for key, place in zip(kinds, traces.tables(list(kinds)), strict=True):
             known.written.learn(key, kinds[key], place, run.turn(key, context.layers))
@@ -184,6 +182,21 @@ class EvaluatedParts:
         slots, plain = list(known.written.slots.values()), traces.plain(context.layers)
         last = context.mesh.rank == context.mesh.loss_rank
         known.once = OncePerBatch(context.module, slots, plain, name, may_run_again=last)
+        self._judge(known, name, why, undecided, told)
+
+    def _told_by_all(self, mine: _Told) -> list[_Told]:
+        """Facts of a trial on all ranks that run the same batch together."""
+        told = [mine]
+        world = self._context.options.gradients.experts > 1
+        for axis in ("world",) if world else ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+            told = [each for some in objects.gather(told, self._context.mesh.group(axis)) for each in some]
+        return told
+
+    @staticmethod
+    def _judge(known: _Known, name: str, why: str, undecided: bool, told: Sequence[_Told]) -> None:
+        """Whether batches run whole from here on, which is said, or this step is to be tried again."""
+        written = next((writes for writes, *_ in told if writes), "")
+        drawn = next((draws.apart for *_, draws in told if draws.apart), "")
         known.pending = undecided or any(unsure for _, unsure, _ in told)
         known.tried_anew += known.pending
         known.whole = why or (f"it writes `{written}`, as only the whole batch can" if written else "")
