@@ -98,7 +98,7 @@ def _first_length(batch: Any) -> int | None:
 
 
 def parts_of(batch: Any) -> Sequence[Any]:
-    """What a list, mapping or dataclass holds; nothing of any other value."""
+    """Members of a list, mapping or dataclass; nothing of any other value."""
     if type(batch) is tuple or type(batch) is list:
         return batch
     if isinstance(batch, Mapping):

@@ -58,7 +58,7 @@ class _Built:
 
 @dataclass(frozen=True)
 class _Computed:
-    """What values of a module built on the meta device are computed from; of names whose values can be told.
+    """Sources of the values of a module built on the meta device; of names whose values can be told.
 
     Attributes:
         sources: by name of a tensor, names of others.

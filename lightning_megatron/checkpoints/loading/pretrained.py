@@ -95,7 +95,7 @@ def has_start(module: nn.Module, given: Any) -> bool:
 
 
 def start_from(module: nn.Module, given: Any) -> Any:
-    """Where a divided module's weights come from: what :func:`load_hf_weights` was asked for in ``configure_model``, or
+    """Source of a divided module's weights: what :func:`load_hf_weights` was asked for in ``configure_model``, or
     what the strategy was ``given``; ``None`` if neither, or if they were loaded already.
     """
     marks = Marks.of(module)

@@ -1,1 +1,1 @@
-"""What a rank waits for, and which rank has failed."""
+"""Tells what a rank waits for, and which rank has failed."""

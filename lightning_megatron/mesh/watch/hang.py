@@ -113,7 +113,7 @@ class HangWatch:
 
 
 def _waiting_now(stack: Sequence[StackLine]) -> waits.Waiting | None:
-    """What this process waits for; ``None`` if it does not.
+    """The wait that this process is in; ``None`` if it does not.
 
     Args:
         stack: of the main thread, innermost first.

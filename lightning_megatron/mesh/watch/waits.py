@@ -1,4 +1,4 @@
-"""What this process waits for, said by the few calls that block.
+"""Waits of this process, said by the few calls that block.
 
 A rank that hangs says nothing, so whoever looks at it from outside (the thread of ``mesh.watch.hang``, or whoever
 handles an exception) has to learn what it was waiting for and for whom. The calls that block say so while they block::
@@ -87,7 +87,7 @@ _entered: list[within] = []
 
 
 def waiting(call: str = "") -> Waiting | None:
-    """What this process waits for, from the outermost to the innermost; ``None`` if it does not wait.
+    """The waits that this process is in, from the outermost to the innermost; ``None`` if it does not wait.
 
     Args:
         call: one that blocks without saying so itself; told only if nobody here says what blocks.

@@ -194,7 +194,7 @@ class AbsentState(_Listing):
         return listed
 
     def loaded_here(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this stage loads of a state: all but what is elsewhere, which the stages load that have it."""
+        """The part of a state that this stage loads: all but what is elsewhere, which the stages load that have it."""
         elsewhere = {*self._names}
         if elsewhere.isdisjoint(state_dict):
             return state_dict

@@ -1,4 +1,4 @@
-"""What of a module is on this rank, and what user code sees of the rest.
+"""Knows what of a module is on this rank, and what user code sees of the rest.
 
 Stages own different layers, tensor-parallel ranks different slices of one weight, and hooks, steps and summaries go
 over all of it by name. Whoever has to answer for a name asks here instead of working it out again: which part it
@@ -46,7 +46,7 @@ class Phase(Enum):
 
 
 class Sight(Enum):
-    """What user code sees of a name."""
+    """Ways in which user code may see a name."""
 
     REAL = "the tensor that this rank holds: all of it, or its slice"
     ZEROS = "zeros of its shape, to run a step over"
@@ -184,7 +184,7 @@ class Presence:
         return part is not None and len(part.stages) == self.stages
 
     def sight(self, name: str, phase: Phase) -> Sight:
-        """What user code sees of the tensor ``name``; see the module's table. What was registered later is real."""
+        """How user code sees the tensor ``name``; see the module's table. What was registered later is real."""
         entry = self.entries.get(name)
         if entry is None:
             return Sight.REAL

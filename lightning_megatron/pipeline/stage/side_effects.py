@@ -113,9 +113,10 @@ class SideEffects:
         self._received = Boundary()
 
     def _take_back(self) -> None:
-        """Where a stage goes on after this one, it has what is of the micro-batch. After the last, the step's own
-        code has done with it what one process does; only layers that this rank runs itself, in another virtual stage,
-        go on from what they left behind there.
+        """Take back what is of the micro-batch: a stage that goes on after this one has it.
+
+        After the last, the step's own code has done with it what one process does; only layers that this rank runs
+        itself, in another virtual stage, go on from what they left behind there.
         """
         ends = self._bounds[1] == self._last
         for layer, change in reversed(self._changes):

@@ -1,4 +1,4 @@
-"""What hooks keep of each weight under its name, as hooks see it that read all of it.
+"""Values that hooks keep of each weight under its name, as hooks see it that read all of it.
 
 Averages of weights are kept in a dictionary. Each stage updates what it has the weights of, as ``named_parameters()``
 gives it these, and where a hook puts them into the weights by name, that is all it needs. One that reads the dictionary

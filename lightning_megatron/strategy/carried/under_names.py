@@ -39,7 +39,7 @@ Places = Mapping[Any, Table]
 
 @dataclass(frozen=True)
 class ToldEntry:
-    """What a stage tells of one entry.
+    """Message of a stage about one entry.
 
     Attributes:
         value: it, with its tensors on the CPU.

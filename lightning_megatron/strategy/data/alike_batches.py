@@ -11,7 +11,7 @@ from lightning_megatron.mesh.batches import is_per_sample, is_ragged, parts_of, 
 
 
 class AlikeBatches:
-    """What is known of the batches of a run.
+    """Knowledge of the batches of a run.
 
     When two loaders are combined into one batch, one may yield a shorter last batch. Its tensors then no longer have
     the batch size of the other loader's, and would go unsplit to every micro-batch. The same happens to a tensor such

@@ -56,7 +56,7 @@ _MEASURES |= {"virtual_memory", "cpu_percent", "getrusage", "getpid", "global_ra
 
 
 class HooksThatMeasure:
-    """Which hooks of a module and of callbacks read what is each rank's own: a clock, memory in use, its number.
+    """Knows which hooks of a module and of callbacks read what is each rank's own: a clock, memory in use, its number.
 
     Args:
         module: the user's module.

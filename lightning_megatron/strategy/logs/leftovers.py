@@ -67,7 +67,7 @@ class _Look:
         }
 
     def changed(self, values: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """What is other than it was, with the traces before and now; ``None`` before what was not there."""
+        """Values other than they were, with the traces before and now; ``None`` before what was not there."""
         for name, value in values.items():
             known, before = self._found.get(name, (MISSING, None))
             if known is value and value.__class__ in _CONSTANT:

@@ -36,7 +36,7 @@ Name = tuple[str, Any]
 
 
 class PerClass(dict[type, Answer]):
-    """What a question about objects of a class has for an answer, asked once per class.
+    """Answers to a question about objects of a class, asked once per class.
 
     Args:
         ask: the question.

@@ -90,8 +90,8 @@ class Traces:
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
 
     def lasting(self, names: Collection[Name]) -> set[Name]:
-        """What later steps read: buffers, and those of ``names`` that the code of their modules reads first; whoever
-        reads a class or a global; and all that schedulers of learning rates keep.
+        """Names that later steps read: buffers, and those of ``names`` that the code of their modules reads first;
+        whoever reads a class or a global; and all that schedulers of learning rates keep.
         """
         others = (name for name in names if name[0] in self._outside or is_of_scheduler(name))
         return self.buffers | {*others, *(name for name in names if reads_first(self.module, *name))}

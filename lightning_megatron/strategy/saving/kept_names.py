@@ -1,4 +1,4 @@
-"""What hooks put into a checkpoint under the names of weights, with the entries of all stages.
+"""Entries that hooks put into a checkpoint under the names of weights, with the entries of all stages.
 
 ``checkpoint["shadow"] = self.shadow`` in a hook and ``state_dict`` of a callback give what this stage keeps, and the
 first rank writes the checkpoint.
