@@ -265,6 +265,10 @@ class Processes:
         """Report an exception raised here, or say which other rank it came from."""
         return self._naming
 
+    def naming_echoes(self) -> AbstractContextManager[None]:
+        """Around what each rank may refuse by itself: what another one's failure has cut off is named by that."""
+        return _NamingFailures(lambda error: self.name_failure(error) if is_echo(error) else None)
+
     def name_failure(self, error: Exception) -> None:
         """Report an exception, or raise what says which other rank it came from."""
         watch = self._watch

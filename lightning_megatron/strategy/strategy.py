@@ -238,7 +238,7 @@ class MegatronStrategy(ParallelStrategy):
         """Cut the module, make the ranks alike, set up gradients and optimizers, and load a checkpoint's weights."""
         present(self.accelerator, "accelerator").setup(trainer)
         run = trainer, present(self.lightning_module, "module"), self._processes, self.precision_plugin, self.options
-        with self._processes.naming_failures():  # a rank that is refused later may still be connecting groups
+        with self._processes.naming_echoes():  # a rank that is refused later may still be connecting groups
             self._run = start_run(*run, self.checkpoint_io, self._stage_speeds, self._run)
             self.model = self._run.module
             if trainer.state.fn == TrainerFn.FITTING:

@@ -35,8 +35,10 @@ def cutting_hook(sizes: HeadSizes, group: dist.ProcessGroup) -> Callable[..., No
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         at = getattr(module, "layer_idx", None)
         for cache in (*args, *kwargs.values()):
-            layers = getattr(cache, "layers", None) if is_cache(cache) else None
-            if layers is None or not isinstance(at, int) or at >= len(layers) or layers[at] in cut:
+            layers = getattr(cache, "layers", None)
+            if layers is None or not is_cache(cache):  # in this order: nothing is asked of tensors in compiled code
+                continue
+            if not isinstance(at, int) or at >= len(layers) or layers[at] in cut:
                 continue
             layer = layers[at]
             if all(_is_whole(getattr(layer, name, None), sizes) for name in ("keys", "values")):

@@ -28,8 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.parts.packages import is_library
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, frame_of_user, line_of_frame
+from lightning_megatron.strategy.activations.token_rows import ReadsOtherTokens
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
 from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt
 
@@ -227,7 +229,10 @@ def number_of(tensor: Tensor) -> float:
     if tensor.layout is not torch.strided:
         return 0.0
     tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
+    try:
+        return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
+    except ReadsOtherTokens:  # some tokens of a layer that is run on them alone
+        return number_of(tensor.local()) if isinstance(tensor, WholeTensor) else 0.0
 
 
 _MOST = 1 << 20  # entries that are added up
