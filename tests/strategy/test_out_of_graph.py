@@ -51,6 +51,35 @@ class Balanced(TwoLosses):
         return predicted + size * (predicted / size).item()
 
 
+def balanced(_: object, predicted: Tensor, size: Tensor) -> Tensor:
+    """Of both, the second scaled to the first."""
+    return predicted + size * (predicted / size).item()
+
+
+class NamedOtherwise(TwoLosses):
+    """By a function that has another name."""
+
+    together = balanced  # type: ignore[assignment]
+
+
+class Joined:
+    """Puts two losses together."""
+
+    def __call__(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return predicted + size * (predicted / size).item()
+
+
+class Held(TwoLosses):
+    """By an object that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = Joined()
+
+    def together(self, predicted: Tensor, size: Tensor) -> Tensor:
+        return self.joined(predicted, size)
+
+
 class Decorated(Balanced):
     """By what a method without gradients gives."""
 

@@ -73,6 +73,7 @@ class Reach:
         """
         self._found: dict[int, Container] = {}
         self.functions: list[types.FunctionType] = []
+        self._called: dict[int, set[str]] = {}
         self.applies = False
         self._seen: dict[int, Any] = {}
         self.passing = bool(arguments)
@@ -84,8 +85,14 @@ class Reach:
         self._visit(self._root, (), _DEPTH)
         return list(self._found.values())
 
+    def names_of(self, function: types.FunctionType) -> set[str]:
+        """Names by which code may call a function of :attr:`functions`: ``loss`` where a class has ``loss = focal``."""
+        return self._called[id(function)]
+
     def _visit(self, value: Any, address: Address, depth: int) -> None:
         kind = type(value)
+        if kind is types.FunctionType and depth:
+            self._called.setdefault(id(value), {value.__name__}).update(_name_in(address))
         if (
             depth == 0
             or len(self._found) > self._most
@@ -207,6 +214,15 @@ class Reach:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NAMES = ("attr", "method", "global")
+_WITHIN = ("cell", "default", "bound", "func", "item", "self")  # of what has a name
+
+
+def _name_in(address: Address) -> list[str]:
+    """The name under which code reaches what has an address, or what it is in."""
+    named = (step for step in reversed(address) if step[0] not in _WITHIN and not str(step[-1]).startswith("__"))
+    step = next(named, None)  # an object is called by its own name: `__call__`
+    return [str(step[-1])] if step is not None and step[0] in _NAMES else []
 
 
 def _holds_attributes(value: Any) -> bool:
@@ -245,8 +261,8 @@ def functions_of_step(module: nn.Module, step: str = "training_step") -> list[ty
     waiting, found, mentioned = list(reach.functions), list[types.FunctionType](), {step, "forward"}
     plain = (hook.func if isinstance(hook, functools.partial) else hook for hook in hooks)
     mentioned.update(getattr(function_of(hook), "__name__", "__call__") for hook in plain)
-    while called := [function for function in waiting if function.__name__ in mentioned]:
-        waiting = [function for function in waiting if function.__name__ not in mentioned]
+    while called := [function for function in waiting if reach.names_of(function) & mentioned]:
+        waiting = [function for function in waiting if not reach.names_of(function) & mentioned]
         found += called
         mentioned.update(name for function in called for name in names_in(function.__code__)[0])
     return found
