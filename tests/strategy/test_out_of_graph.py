@@ -151,7 +151,18 @@ class CutBySome(TwoLosses):
 
 
 ALIKE: tuple[type[Task], ...] = (TwoLosses, TwoCallsAlike)
-OTHERS: tuple[type[Task], ...] = (Normalised, Balanced, Decorated, Later, Through, TwoCalls, BySome, CutBySome)
+OTHERS: tuple[type[Task], ...] = (
+    Normalised,
+    Balanced,
+    NamedOtherwise,
+    Held,
+    Decorated,
+    Later,
+    Through,
+    TwoCalls,
+    BySome,
+    CutBySome,
+)
 KINDS = {kind.__name__: kind for kind in (*ALIKE, *OTHERS)}
 COMPARED = [kind for kind in KINDS if not kind.endswith("BySome")]
 
