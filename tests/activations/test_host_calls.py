@@ -108,6 +108,7 @@ def test_any_layer_in_host_memory_gives_the_bits_of_a_run_without(name, offload)
     same(train(model, offload), train(model, None), exactly=True)
 
 
+@pytest.mark.everyday(15)
 @pytest.mark.parametrize("name", TOKENWISE)
 @pytest.mark.parametrize("share", [0, 0.05, 0.4, 0.9, 0.99])
 def test_some_tokens_in_host_memory_and_others_computed_again_give_the_same_gradients(name, share):
