@@ -17,6 +17,7 @@ from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 
 CHOICES, EXPERTS = 2, 2 * TOKENS
+STEP = 5
 
 
 class Even(nn.Module):
@@ -53,7 +54,7 @@ class Evenly(Words):
 
 
 class Counter(Callback):
-    """Counts the numbers that a rank sends to others in its third step."""
+    """Counts the numbers that a rank sends to others in its sixth step, in which nothing is tried."""
 
     def __init__(self) -> None:
         self.sent, self._plain, self._counts = 0, sending.start_all_to_all_rows, False
@@ -65,7 +66,7 @@ class Counter(Callback):
         return self._plain(x, outgoing, incoming, group)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self._counts = batch_idx == 2
+        self._counts = trainer.global_step == STEP
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._counts = False
@@ -75,9 +76,8 @@ def sent(info: RankInfo, listed: bool, options: dict[str, Any]) -> int:
     """How many numbers this rank has sent in a training step."""
     torch.manual_seed(3)
     counter, module = Counter(), Evenly(listed)
-    runner = make_trainer(
-        info, MegatronStrategy(**options), max_steps=3, callbacks=[counter], limit_val_batches=0, num_sanity_val_steps=0
-    )
+    limits: dict[str, Any] = {"max_steps": STEP + 1, "max_epochs": 5, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    runner = make_trainer(info, MegatronStrategy(**options), callbacks=[counter], **limits)
     with mock.patch.object(sending, "start_all_to_all_rows", counter.counting):
         runner.fit(module, datamodule=Data())
     return counter.sent
