@@ -132,6 +132,15 @@ class First(Decided):
         return self.each(x, y) * first.new_ones(()) + 0.1 * torch.zeros(()).to(first) + first.norm()
 
 
+class LikeFirst(Decided):
+    """Makes tensors like the first weight, as recurrent networks make their first state."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        first = next(self.parameters()).data
+        state = first.new(len(x)).zero_() + next(self.parameters()).detach().new_zeros(len(x))
+        return self.each(x, y) + state.to(first).type_as(first).mean()
+
+
 class ByAccuracy(Decided):
     """By how many are right, in Python."""
 
@@ -236,7 +245,7 @@ class BySample(Gaps):
 GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean, Filtered, Skipped)
 DECIDED = (Decided, ByAccuracy, ByFloat, ByArray, Keeps, Freezes)
 WEIGHED = {Ignores: "that are not 7", Masks: "that are not 7", Rare: "weighed by their class (`weights`)"}
-KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample, First)}
+KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample, First, LikeFirst)}
 EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
 
 
@@ -251,7 +260,7 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
     [
         pytest.param(kind, layout, arguments, marks=() if (kind, at) in EVERY else WIDE)
         for kind in KINDS
-        if kind not in ("FewerTokens", "Freezes", "First")
+        if kind not in ("FewerTokens", "Freezes", "First", "LikeFirst")
         for at, (layout, arguments) in enumerate(CUTS)
     ],
     ids=str,
@@ -299,6 +308,12 @@ def test_the_first_weight_of_all_is_not_the_first_of_a_stage(arguments: dict[str
     ranks = 2 * arguments.get("tensor_parallel_size", 1)
     for outcome in run_trainers(train, (2, 1), "First", arguments, devices=ranks, check=False, grace=20.0):
         assert "read all parameters of `First`" in f"{outcome.error}"
+
+
+def test_tensors_are_made_like_the_first_weight_of_all() -> None:
+    expected = one_process(train, None, "LikeFirst", {})
+    first = run_trainers(train, (2, 1), "LikeFirst", {}, devices=2)[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
 
 
 def _kept(part: tuple[Tensor, ...]) -> float:

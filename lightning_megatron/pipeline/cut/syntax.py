@@ -25,3 +25,8 @@ def definition_in(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | No
     except (OSError, TypeError, SyntaxError):
         return None
     return definition if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+
+
+def place_in(code: CodeType, line: int) -> str:
+    """File and line of a line of :func:`definition_in`, which counts from 1."""
+    return f"{code.co_filename}:{code.co_firstlineno + line - 1}"

@@ -35,12 +35,13 @@ LARGEST = 1 << 16
 """Elements of the largest buffer that is kept at each run, to be put back where stand-ins were written into it."""
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
-_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided", "new")
 _TESTS = ("isnan", "isinf", "isfinite")
 # Only the shape or the type of their tensors goes into what these return.
-BLIND = frozenset(
-    getattr(owner, name) for owner in (torch, Tensor) for name in (*_LIKE, *_NEW, *_TESTS) if hasattr(owner, name)
+MAKERS = frozenset(
+    getattr(owner, name) for owner in (torch, Tensor) for name in (*_LIKE, *_NEW) if hasattr(owner, name)
 )
+BLIND = MAKERS | {getattr(owner, name) for owner in (torch, Tensor) for name in _TESTS if hasattr(owner, name)}
 # Only the first argument's numbers go into what these return.
 FIRST_ONLY = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "type")

@@ -26,12 +26,8 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh.parts.names import called, lies_in, outwards, parent
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
-from lightning_megatron.pipeline.elsewhere.away import source_of
+from lightning_megatron.pipeline.elsewhere.away import FIRST_ONLY, MAKERS, source_of
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
-
-_ALIKE = frozenset(f"new_{how}" for how in ("zeros", "ones", "empty", "full", "tensor"))
-_ALIKE |= frozenset(f"{how}_like" for how in ("zeros", "ones", "empty", "full"))
-_ALIKE_OTHERS = frozenset(("to", "type_as"))
 
 
 class _Listing:
@@ -69,12 +65,13 @@ class GuardedNames(_Listing):
             self._viewer.note_read()
             return
         in_step = self._viewer.phase(lists=True) is Phase.STEP
-        absent = [name for name in self._names if in_step and (recurse or "." not in name)]
+        absent = ((name, None) for name in self._names if in_step and (recurse or "." not in name))
         places, above = self._viewer.presence.order, f"{self._name}." if self._name else ""
-        listed = ((name, None) for name in absent)
         own = self._own(recurse, remove_duplicate)
-        for name, tensor in heapq.merge(own, listed, key=lambda each: places.get(above + each[0], len(places))):
-            yield f"{prefix}.{name}" if prefix else name, self._unread(name) if tensor is None else tensor
+        listed = heapq.merge(own, absent, key=lambda each: places.get(above + each[0], len(places)))
+        for place, (name, tensor) in enumerate(listed):
+            shown = self._unread(name, leads=place == 0) if tensor is None else tensor
+            yield f"{prefix}.{name}" if prefix else name, shown
 
     def _own(self, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         yield from type(self._module).named_parameters(self._module, "", recurse, remove_duplicate)
@@ -99,11 +96,11 @@ class GuardedNames(_Listing):
             if above + name not in entries:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
-    def _unread(self, name: str) -> Unread:
+    def _unread(self, name: str, *, leads: bool) -> Unread:
         there = called(self._module, name)
         room = torch.zeros((), dtype=there.dtype, device=there.device).expand(there.shape)
         unread = room.as_subclass(Unread)
-        unread.module = self._name or type(self._module).__name__
+        unread.module, unread.leads = self._name or type(self._module).__name__, leads
         entry = self._viewer.presence.entries[f"{self._name}.{name}" if self._name else name]
         with torch._C.DisableTorchFunctionSubclass():
             return unread.requires_grad_(entry.twin.requires_grad)  # type: ignore[return-value]
@@ -115,19 +112,26 @@ class Unread(Tensor):
 
     Attributes:
         module: what was listed, for the message.
+        leads: whether it is the first of all, which code asks for a dtype: ``next(self.parameters()).data.new(3)``.
     """
 
     module: str
+    leads: bool = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         of = func.__self__.__name__ if name == "__get__" else ""
-        like = name in _ALIKE or (name in _ALIKE_OTHERS and not (args and isinstance(args[0], cls)))
-        if name in KNOWN or like or (of and of not in TENSOR_ATTRIBUTES):
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        listed, same = first.module, first.leads and (of == "data" or name == "detach")
+        like = func in MAKERS or (func in FIRST_ONLY and not isinstance(args[0], cls))
+        if name in KNOWN or like or same or (of and of not in TENSOR_ATTRIBUTES):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        listed = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).module
+                found = func(*args, **(kwargs or {}))
+            if same:
+                found = found.as_subclass(cls)
+                found.module, found.leads = listed, True
+            return found
         if name.endswith("_") and not name.startswith("__") and args and not isinstance(args[0], cls):
             raise RuntimeError(
                 f"the step writes what it makes of parameters of `{listed}` into other tensors (`{name}`), as where it "

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step, names_in
 
@@ -38,7 +38,7 @@ def line_of_freezing(functions: Iterable[FunctionType]) -> str:
         nodes = ast.walk(definition) if definition is not None else ()
         for node in (each for each in nodes if isinstance(each, ast.Attribute)):
             if node.attr in _FREEZES or (node.attr == "requires_grad" and isinstance(node.ctx, ast.Store)):
-                return f"{code.co_filename}:{code.co_firstlineno + node.lineno - 1}"
+                return place_in(code, node.lineno)
     return ""
 
 

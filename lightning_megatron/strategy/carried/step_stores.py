@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.names import leaf_of
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.loss.tables import Name
 
@@ -125,7 +125,7 @@ def line_of_store(functions: Iterable[types.FunctionType], name: str) -> str:
         definition, code = definition_of(function), function.__code__
         for node in ast.walk(definition) if definition is not None else ():
             if isinstance(node, ast.stmt) and name in _stored_by(node):
-                return f"{code.co_filename}:{code.co_firstlineno + node.lineno - 1}"
+                return place_in(code, node.lineno)
     return ""
 
 

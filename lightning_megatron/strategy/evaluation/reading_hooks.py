@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, comes_from
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log
 
@@ -92,7 +92,7 @@ def _other_outputs(hook: Any, place: int) -> Iterator[str]:
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in given:
             key = node.slice.value if isinstance(node.slice, ast.Constant) else None
             if key != "loss":
-                yield f"`{ast.unparse(node)}` in {code.co_filename}:{code.co_firstlineno + node.lineno - 1}"
+                yield f"`{ast.unparse(node)}` in {place_in(code, node.lineno)}"
 
 
 def names_collected(callback: Callback, module: pl.LightningModule, loop: str) -> set[str]:

@@ -31,7 +31,7 @@ from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users_function
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 
@@ -137,7 +137,7 @@ def lines_out_of_graph(called: Iterable[types.FunctionType]) -> list[str]:
         names = sorted(_OUT.intersection(names_in(code)[0])) if definition is None else []
         nodes = [] if definition is None else _taking_out(definition)
         places = [*((name, 1) for name in names), *nodes]
-        found += [f"`{name}` in {code.co_filename}:{code.co_firstlineno + line - 1}" for name, line in places]
+        found += [f"`{name}` in {place_in(code, line)}" for name, line in places]
     return list(dict.fromkeys(found))
 
 

@@ -217,10 +217,7 @@ def names_of_rates(module: nn.Module) -> set[Name]:
     """
     if not isinstance(module, pl.LightningModule):
         return set()
-    groups = [len(each.param_groups) for each in optimizers_and_schedulers(module)[0]]
-    rates = {
-        (f"optimizers.{at}.param_groups.{place}", "lr") for at, count in enumerate(groups) for place in range(count)
-    }
+    rates = {(table.name, "lr") for table in tables_of_optimizers(module) if not table.name.startswith(_SCHEDULERS)}
     kept = enumerate(map(type, _schedulers_of(module)))
     return rates | {(f"{_SCHEDULERS}{at}", key) for at, kind in kept for key in _SET_LATER[kind] - _COUNTERS}
 

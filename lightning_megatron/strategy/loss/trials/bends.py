@@ -15,6 +15,7 @@ argument is not one for each sample. Those of samples are as many for two pieces
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
@@ -99,6 +100,11 @@ class Bends(TorchFunctionMode):
         self._pieces: dict[int, dict[Bend, _Met]] = {}
         self._met: dict[Bend, _Met] = {}
         self._counting = Counting(module, self._note_decision)
+
+    @functools.cached_property
+    def _freezes(self) -> bool:
+        """Whether code of the step sets which parameters are trained."""
+        return bool(line_of_freezing(functions_of_step(self._module)))
 
     @property
     def constants(self) -> set[int]:
@@ -210,7 +216,7 @@ class Bends(TorchFunctionMode):
                 self._note_decision(number, decided_at(frame_of_caller()))
 
     def _note_decision(self, asked: Asked, kind: Decided) -> None:
-        if kind == "decision" and line_of_freezing(functions_of_step(self._module)):
+        if kind == "decision" and self._freezes:
             kind = "choice"
         if kind:
             self._add(Bend(asked.line, kind), asked.entries, asked.value)
