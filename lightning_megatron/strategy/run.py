@@ -98,7 +98,7 @@ class Run:
         self._guard: StepGuard | None = earlier._guard if earlier is not None and not self._fits else None
         self._known: frozenset[Tensor] = earlier._known if earlier is not None and not self._fits else frozenset()
         self._replay, self._results = LogReplay(), StepResults(trainer, processes.mesh.layout.data)
-        self.engine.recording.hand_on = functools.partial(self._replay, self.module)
+        self.engine.recording.hand_on = functools.partial(self._replay.one, self.module)
         self._reduces = True
         assembled.open()
         self._step = self.engine.whole

@@ -39,13 +39,24 @@ class LogReplay:
         """Log every key with its aggregated value, as the public ``self.log`` would."""
         if logs.own is not None and module.trainer.is_global_zero:
             self(module, logs.own)
-        for key, row in zip(logs.keys, logs.rows.unbind(), strict=True):
-            value, size = row[0].to(key.dtype, copy=True), int(row[2])
-            batch_size = size if size >= 0 else None
-            if key.metric is not None:
-                self._log(module, key, _metric_with_cache(module, key.metric, value), batch_size)
-            elif not self._hand_on(module, key, value, batch_size):
-                self._log(module, key, value, batch_size)
+        for key, row in zip(logs.keys, logs.rows.unbind() if logs.keys else (), strict=True):
+            size = int(row[2])
+            self.one(module, key, row[0].clone(), size if size >= 0 else None)
+
+    def one(self, module: pl.LightningModule, key: LogKey, value: Tensor, batch_size: int | None) -> None:
+        """Log one key.
+
+        Args:
+            module: the user's module.
+            key: everything but the value.
+            value: scalar, which is kept.
+            batch_size: where one was given.
+        """
+        value = value.to(module.device, key.dtype)
+        if key.metric is not None:
+            self._log(module, key, _metric_with_cache(module, key.metric, value), batch_size)
+        elif not self._hand_on(module, key, value, batch_size):
+            self._log(module, key, value, batch_size)
 
     def _log(self, module: pl.LightningModule, key: LogKey, value: Any, batch_size: int | None) -> None:
         options = dict(key.options)

@@ -128,7 +128,7 @@ def _log_dtype(value: Any) -> torch.dtype:
 
 
 TakesLog = Callable[[tuple[Any, ...], dict[str, Any]], bool]
-TakesLogs = Callable[[StepLogs], None]
+TakesValue = Callable[[LogKey, Tensor, int | None], None]
 
 
 class LogRecorder:
@@ -141,7 +141,7 @@ class LogRecorder:
         take: called with the arguments of each call; says whether another stage records it.
         within: by key, how the values of micro-batches combine, where trials have told: see
             :mod:`~lightning_megatron.strategy.logs.combining`; ``None`` where they have shown no way.
-        at_once: called with the logs of each call as it is made, where nothing is to be aggregated.
+        at_once: called with key, value and batch size of each call as it is made, where nothing is to be aggregated.
         constant: keys whose ``batch_size=`` is that of a batch, however many samples it has.
     """
 
@@ -152,7 +152,7 @@ class LogRecorder:
         check: Callable[[Any, str], None] | None = None,
         within: Mapping[str, Any] = MappingProxyType({}),
         take: TakesLog | None = None,
-        at_once: TakesLogs | None = None,
+        at_once: TakesValue | None = None,
         constant: AbstractSet[str] = frozenset(),
     ) -> None:
         self._constant = constant
@@ -205,6 +205,10 @@ class LogRecorder:
         number = self._as_tensor(value)
         occurrence = self._counts.get(name, 0)
         self._counts[name] = occurrence + 1
+        batch_size = options.get("batch_size")
+        if self._at_once is not None:
+            self._at_once(self._key(name, value, options), number, None if batch_size is None else int(batch_size))
+            return
         records = self._own if options.get("rank_zero_only") else self._records
         record = records.get((name, occurrence))
         if record is None:
@@ -212,17 +216,12 @@ class LogRecorder:
         record.values.append(number)
         if self.metric_calls is not None:
             record.sources.append(self.metric_calls.behind(value))
-        batch_size = options.get("batch_size")
         record.weights.append(float(batch_size) if batch_size is not None else self._weight)
         record.counts.append(self._weigh)
         record.batch_sizes.append(batch_size)
         if batch_size is not None:
             earlier = 0 if name in self._constant else record.batch_size or 0
             record.batch_size = earlier + int(batch_size)
-        if self._at_once is not None:
-            logs = self.collect(self._module.device)
-            self._records, self._own = {}, {}
-            self._at_once(logs)
 
     def _key(self, name: str, value: Any, options: dict[str, Any]) -> LogKey:
         every = {**_LOG_DEFAULTS, **options}
@@ -319,9 +318,10 @@ class LogRecorder:
             device: where tensors live.
             joined: key and how often it was logged before -> value and batch size, of those that are known.
         """
-        own = self._collected(self._own, device, {}) if self._own else None
         gather = None if self.metric_calls is None else self.metric_calls.gather
-        return replace(self._collected(self._records, device, joined, gather), own=own)
+        logs = self._collected(self._records, device, joined, gather)
+        logs.own = self._collected(self._own, device, {}) if self._own else None
+        return logs
 
     def _collected(
         self,
@@ -330,25 +330,29 @@ class LogRecorder:
         joined: Mapping[tuple[str, int], tuple[Any, Any]],
         gather: Gather | None = None,
     ) -> StepLogs:
+        if not records:
+            return no_logs(device)
         keys, later = list[LogKey](), dict[int, Callable[[Gather | None], Tensor | None]]()
-        rows = torch.zeros(len(records), 3, dtype=torch.float64, device=device)
-        for row, (place, record) in zip(rows, records.items(), strict=True):
+        values, beside = list[Tensor](), list[tuple[float, float]]()
+        for place, record in records.items():
+            how, source = self._how(record), record.source
+            size: Any = record.batch_size
             if place in joined:
                 value, size = joined[place]
-                row[0], row[1] = float(value), float(size if size is not None else 1.0)
-                row[2] = -1.0 if size is None else float(size)
-                if isinstance(how := self._how(record), Mean):
-                    row[1] = sum(_weights(record, how))
-                keys.append(replace(record.key, how=how))
-                continue
-            how, source = self._how(record), record.source
-            whole = None if source is None or gather is not None else _whole(source, None)
-            row[0] = self._value(record, how, device) if whole is None else whole
-            row[1] = sum(_weights(record, how))
-            row[2] = -1.0 if record.batch_size is None else float(record.batch_size)
-            if source is not None and gather is not None:
-                later[len(keys)] = partial(_whole, source)
-            keys.append(replace(record.key, how=how))
+                values.append(torch.tensor(float(value), dtype=torch.float64, device=device))
+                weight = float(size if size is not None else 1.0)
+                if isinstance(how, Mean):
+                    weight = sum(_weights(record, how))
+            else:
+                whole = None if source is None or gather is not None else _whole(source, None)
+                values.append(self._value(record, how, device) if whole is None else whole.to(device, torch.float64))
+                weight = sum(_weights(record, how))
+                if source is not None and gather is not None:
+                    later[len(keys)] = partial(_whole, source)
+            beside.append((weight, -1.0 if size is None else float(size)))
+            keys.append(record.key if how is record.key.how else replace(record.key, how=how))
+        rows = torch.tensor(beside, dtype=torch.float64, device=device)
+        rows = torch.cat([torch.stack(values).unsqueeze(1), rows], 1)
         return StepLogs(keys, rows, later=later, gather=gather)
 
     def _how(self, record: _Recorded) -> Any:
@@ -358,6 +362,8 @@ class LogRecorder:
 
     def _value(self, record: _Recorded, how: Any, device: torch.device | str) -> Tensor:
         """The value of the whole batch, from those of its parts."""
+        if len(record.values) == 1 and (how == "mean" or isinstance(how, Mean)):
+            return record.values[0].to(device, torch.float64)
         values = torch.stack([value.to(device) for value in record.values]).to(torch.float64)
         return combine(how, values, torch.tensor(_weights(record, how), dtype=torch.float64, device=device))
 

@@ -27,7 +27,7 @@ from lightning_megatron.strategy.evaluation.logged_reads import LoggedReads
 from lightning_megatron.strategy.generation.repeats import Repeats
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.logs.metrics import GatherOverReplicas, MetricCalls
-from lightning_megatron.strategy.logs.step_logs import LogRecorder, TakesLog, TakesLogs
+from lightning_megatron.strategy.logs.step_logs import LogRecorder, TakesLog, TakesValue
 from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.loss_checks import LossChecks
 from lightning_megatron.strategy.step.step import Outcome
@@ -53,7 +53,7 @@ class Recording:
         told: metrics that are told numbers of a batch (by identity), and how its micro-batches weigh in those.
     """
 
-    hand_on: TakesLogs | None = None
+    hand_on: TakesValue | None = None
 
     def __init__(
         self,
