@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_names
-from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece, WeightLayout
+from lightning_megatron.data_parallel.buckets.bucket import Bucket, WeightLayout
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
 from lightning_megatron.data_parallel.buckets.holders import Sharing, data_sharing
@@ -27,14 +27,16 @@ from lightning_megatron.data_parallel.gradient_hooks import GradientSink, Hooked
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.host_plan import HostPlan
+from lightning_megatron.data_parallel.update.kept_state import KeptState
 from lightning_megatron.data_parallel.update.late_gather import LateGather
-from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate, key_of
-from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices, whole_matrices
+from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate
+from lightning_megatron.data_parallel.update.whole_matrices import whole_matrices
+from lightning_megatron.data_parallel.update.whole_steps import WholeSteps
 from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spread_parameters
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
+from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
 from lightning_megatron.mesh.messages.collectives import start_flat_gather, wait_for
-from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.pieces import PiecedTensor
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 
@@ -88,9 +90,9 @@ class ModelGradients:
             self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))
         self._late: LateGather | None = None
         self.windows: StepWindows | None = None
-        self._wholes: WholeMatrices | None = None
+        self._kept = KeptState(module, tensor, self._place)
         self.buckets: GradientBuckets | None = None
-        self.updates: dict[int, PiecewiseUpdate] = {}
+        self.updates: dict[int, PiecewiseUpdate | WholeSteps] = {}
         self._hooked: HookedGradients | None = None
         self._kinds = {"each": False, "keeps": False}
 
@@ -152,6 +154,7 @@ class ModelGradients:
         widens: bool = False,
         reads_in_step: bool = False,
         host: HostPlan | None = None,
+        together: bool = False,
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
 
@@ -168,6 +171,7 @@ class ModelGradients:
             widens: whether they must, over the micro-batches of a step, also without replicas.
             reads_in_step: whether the user's code may look at weights between a step's forward and its backward.
             host: what of the optimizers lies in host memory.
+            together: whether optimizers step on all parameters together, of which some are split.
         """
         self.finish_gather()
         self.close()
@@ -181,7 +185,9 @@ class ModelGradients:
         shared = {name: kinds[holder] for name in parameters if (holder := self.holders_of(name)) in kinds}
         options = self.options
         lowered = lowered_parameters(self._module, options.layer_dtype)
-        gathers = whole and not self._tensor.is_trivial
+        gathers = whole and not self._tensor.is_trivial and not together
+        if together:
+            self._step_together(optimizers)
         if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect or host):
             self.local = LocalGradients(parameters.values())
             return
@@ -203,14 +209,26 @@ class ModelGradients:
             frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
             self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
         group = self._mesh.group("tensor_parallel")
-        self._wholes = whole_matrices(self._module, group, self._tensor, self.buckets) if gathers else None
+        wholes = whole_matrices(self._module, group, self._tensor, self.buckets) if gathers else None
+        self._kept.wholes = wholes
         self._restore_masters(self.buckets)
+        if together:
+            return
         if self.buckets.updates_pieces or skips or not self.buckets.buckets:  # those of what is unfrozen later follow
             if options.overlap_gather and replicas.shards > 1 and not reads_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:
-                means = self._late, self._wholes, host.steps(optimizer) if host else None
+                means = self._late, wholes, host.steps(optimizer) if host else None
                 self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, *means)
+
+    def _step_together(self, optimizers: Sequence[Optimizer]) -> None:
+        names, group = parameter_names(self._module), self._mesh.group("tensor_parallel")
+
+        def parts_of(parameter: nn.Parameter) -> ParameterParts | None:
+            return self._tensor.parts_of(names[id(parameter)]) if id(parameter) in names else None
+
+        self._kept.together = {id(each): WholeSteps(each, group, parts_of) for each in optimizers}
+        self.updates |= self._kept.together
 
     def _shards(self, holders: Holders) -> bool:
         """Whether those who hold a parameter share its optimizer's work; copies of experts lie on tensor ranks too."""
@@ -328,29 +346,7 @@ class ModelGradients:
 
     def state_places(self, optimizer: Optimizer) -> list[StatePlace]:
         """Locations of an optimizer's state of the parameters that this rank updates."""
-        names = parameter_names(self._module)
-        members = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        places = []
-        for parameter in members:
-            name, (bucket, index) = names[id(parameter)], self._place(parameter)
-            if bucket is None or bucket.weights is None:
-                spec = self._tensor.spec_of(name, parameter.shape)
-                if spec.boxes:  # else another rank has it, and knows how often it was updated
-                    places.append(StatePlace(name, parameter, spec))
-            elif index in bucket.pieces:
-                piece = bucket.pieces[index]
-                key = key_of(parameter, piece, self._wholes)
-                if key is not None:
-                    places.append(StatePlace(name, key, self._spec_of(name, parameter, key, piece), parameter))
-        return places
-
-    def _spec_of(self, name: str, parameter: nn.Parameter, key: nn.Parameter, piece: Piece) -> ShardSpec:
-        if key is not piece.stepped:
-            return ShardSpec.whole(key.shape)
-        whole = self._tensor.spec_of(name, parameter.shape)
-        if piece.update.shape == parameter.shape:
-            return whole
-        return whole.flat_range(piece.part.start, piece.part.stop)
+        return self._kept.places(optimizer)
 
     def masters(self, *, spread: bool = False) -> dict[str, PiecedTensor | None]:
         """By name, what this rank updates of weights in 16 bits, and of ``spread`` ones; ``None`` if nothing."""
@@ -362,7 +358,7 @@ class ModelGradients:
                 piece = bucket.pieces.get(index)
                 found[name] = None
                 if piece is not None:
-                    spec = self._spec_of(bucket.names[index], parameter, piece.stepped, piece)
+                    spec = self._kept.spec_of(bucket.names[index], parameter, piece.stepped, piece)
                     found[name] = PiecedTensor(spec, piece.stepped.detach())
         return found
 

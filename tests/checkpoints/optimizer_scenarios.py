@@ -12,6 +12,7 @@ from tests.checkpoints.reshard_scenarios import END, Grid, Losses, Tied
 from tests.data_parallel.sharing_scenarios import evaluated
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
+from tests.strategy.whole_step_scenarios import Coupled
 
 
 class Counting(Optimizer):
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     "counting": Counting,
     "nadam": torch.optim.NAdam,  # keeps a product in float32, whatever its parameters are
     "lbfgs": lambda parameters, lr: torch.optim.LBFGS(parameters, lr, max_iter=2),  # lists of tensors
+    "coupled": lambda parameters, lr: Coupled(parameters),  # steps on whole parameters
 }
 
 

@@ -29,6 +29,12 @@ UNSHARED = {"optimizer_sharding": False}
         pytest.param("nadam", Grid(pipeline=2), Grid(tensor=2), marks=WIDE),
         pytest.param("lbfgs", Grid(data=2, options=UNSHARED), Grid(data=2, options=UNSHARED), marks=WIDE),
         pytest.param("lbfgs", Grid(data=2, options=UNSHARED), Grid(), marks=WIDE),
+        pytest.param("lbfgs", Grid(tensor=2), Grid(tensor=2), marks=WIDE),
+        pytest.param("lbfgs", Grid(tensor=2), Grid(), marks=WIDE),
+        pytest.param("lbfgs", Grid(), Grid(data=2, tensor=2), marks=WIDE),
+        pytest.param("coupled", Grid(tensor=2), Grid(tensor=2), marks=WIDE),
+        pytest.param("coupled", Grid(tensor=2), Grid(data=2), marks=WIDE),
+        pytest.param("coupled", Grid(), Grid(tensor=4), marks=WIDE),
     ],
 )
 def test_counts_lists_and_values_of_other_types_come_back(kind: str, first: Grid, second: Grid, tmp_path: Path) -> None:

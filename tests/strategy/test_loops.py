@@ -47,7 +47,12 @@ def _compare(name: str, layout: Layout, options: Any = None, both: Any = None, *
         pytest.param("adversaries", 2, 1, marks=WIDE),
         pytest.param("adversaries", 1, 2, marks=WIDE),
         pytest.param("adversaries", 2, 2, marks=WIDE),
+        ("closures", 1, 2),
+        pytest.param("closures", 2, 2, marks=WIDE),
         pytest.param("closures_by_hand", 2, 1, marks=WIDE),
+        pytest.param("closures_by_hand", 1, 2, marks=WIDE),
+        pytest.param("uphill", 1, 2, marks=WIDE),
+        pytest.param("uphill", 2, 2, marks=WIDE),
         pytest.param("uphill", 2, 1, marks=WIDE),
         pytest.param("uphill_by_hand", 2, 2, marks=WIDE),
         pytest.param("input_penalty", 1, 2, marks=WIDE),
@@ -152,7 +157,6 @@ def test_gradients_of_earlier_steps_stay_in_the_sum_of_all_nodes(options: dict[s
     [
         ("noise_of_ranks", "differs between them after this step"),
         pytest.param("hidden_penalty", "a gradient of a gradient (`create_graph=True`) goes through", marks=WIDE),
-        pytest.param("closures", "LBFGS needs all parameters together", marks=WIDE),
     ],
 )
 def test_what_slices_would_make_another_number_of_is_refused_on_every_rank(name: str, wanted: str) -> None:

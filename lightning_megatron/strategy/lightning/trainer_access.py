@@ -328,7 +328,7 @@ def localize_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> GroupN
         for parameter in group["params"]:
             if parameter.is_meta:
                 optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        group["params"][:] = [parameter for parameter in group["params"] if not parameter.is_meta]
     return group_names
 
 

@@ -22,7 +22,6 @@ from torch.utils.data import default_collate
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.presplit import splits_itself
-from lightning_megatron.data_parallel.update.trial import Independence
 from lightning_megatron.experts.balance.balancing import is_known
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.parts.packages import comes_from
@@ -256,42 +255,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], stages: int, replicas: int
                 "LBFGS takes inner products over all parameters, which lie on different stages; use another "
                 "optimizer, or `pipeline_parallel_size=1`."
             )
-
-
-def check_independence(
-    optimizers: Sequence[Optimizer], least: Independence, layout: Layout, shards: int, lowered: bool
-) -> None:
-    """Refuse optimizers that need more of the model at once than a rank holds.
-
-    Args:
-        optimizers: the module's.
-        least: the smallest thing that they update by itself.
-        layout: axis sizes.
-        shards: ranks that share the optimizer's work.
-        lowered: whether layers compute with 16-bit copies of the weights.
-
-    Raises:
-        MisconfigurationException: with what to change.
-    """
-    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-    if least is Independence.NONE and shards > 1:
-        raise MisconfigurationException(
-            f"{names} needs {least.value} (found by a trial on small matrices), but `optimizer_sharding` shares them "
-            f"out over {shards} replicas; pass `MegatronStrategy(optimizer_sharding=False)`, or use an optimizer that "
-            "updates every parameter by itself."
-        )
-    if least is Independence.NONE and layout.pipeline * layout.tensor > 1:
-        raise MisconfigurationException(
-            f"{names} needs {least.value} (found by a trial on small matrices), but `pipeline_parallel_size="
-            f"{layout.pipeline}` and `tensor_parallel_size={layout.tensor}` spread them over ranks; use an optimizer "
-            "that updates every parameter by itself, or set both to 1."
-        )
-    if least is Independence.NONE and lowered:
-        raise MisconfigurationException(
-            f"{names} needs {least.value}, or calls its closure several times (found by a trial on small matrices); "
-            "mixed precision updates float32 copies of the weights, which the closure does not see. Use "
-            "`precision='32-true'` or 'bf16-true'."
-        )
 
 
 def check_scaled(module: pl.LightningModule) -> None:

@@ -35,6 +35,7 @@ from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.options.offload_checks import host_plan, refuse_own_split
 from lightning_megatron.strategy.options.weight_checks import check_sharders, reads_in_steps, reads_whole_weights
+from lightning_megatron.strategy.options.whole_step_checks import check_whole_steps
 from lightning_megatron.strategy.processes import Processes
 
 _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # shown by Lightning; each stage has its say
@@ -72,10 +73,12 @@ def prepare_updates(
         return None
     several = assembled.needs_gradients or accumulates(trainer)
     adds_up = several and has_narrow_weights(module)
-    least = _least_independence(assembled, optimizers, processes, adds_up)
+    skips = nonfinite == "skip" or loss_scale is not None
+    least = _least_independence(assembled, optimizers, processes, adds_up=adds_up, skips=skips)
     widens = adds_up and least is not Independence.NONE
-    puts_together = least is Independence.PARAMETER and not assembled.tensor_state.is_trivial
-    if not (assembled.needs_gradients or puts_together or widens):
+    is_split = not assembled.tensor_state.is_trivial
+    puts_together, together = (least is each and is_split for each in (Independence.PARAMETER, Independence.NONE))
+    if not (assembled.needs_gradients or puts_together or together or widens):
         return None
     if loss_scale is not None:
         run_checks.check_scaled(module)
@@ -99,6 +102,7 @@ def prepare_updates(
         widens=widens,
         reads_in_step=sharded and reads_in_steps(module, callbacks_of(trainer)),
         host=host_plan(gradients, module, optimizers, processes, least, assembles=puts_together),
+        together=together,
     )
     return guard
 
@@ -121,7 +125,7 @@ def _keeps_earlier(
 
 
 def _least_independence(
-    assembled: Assembled, optimizers: Sequence[Optimizer], processes: Processes, adds_up: bool
+    assembled: Assembled, optimizers: Sequence[Optimizer], processes: Processes, *, adds_up: bool, skips: bool
 ) -> Independence:
     """Try out what the optimizers update by themselves, and refuse those that need more than a rank holds.
 
@@ -130,24 +134,26 @@ def _least_independence(
         optimizers: of the run.
         processes: of the strategy.
         adds_up: whether 16-bit gradients are added up over several backwards.
+        skips: whether updates may have to be left out.
     """
     gradients, layout = assembled.engine.model_gradients, processes.mesh.layout
     shards, lowered = gradients.replicas.shards, gradients.options.layer_dtype is not None
     least = Independence.ELEMENT
     experts = gradients.options.experts
-    if shards * layout.pipeline * layout.tensor * experts > 1 or lowered or adds_up or gradients.options.offload:
+    divided = shards * layout.pipeline * layout.tensor * experts > 1
+    if divided or lowered or adds_up or skips or gradients.options.offload:
         declared = declared_elementwise(gradients.options.sharding)
         least = smallest_independence(optimizers, processes.device, declared)
     check_expert_optimizers(experts, optimizers, least)
-    if least is Independence.NONE and shards > 1 and layout.pipeline * layout.tensor == 1:
+    if least is Independence.NONE and shards > 1 and layout.pipeline == 1:
         names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         rank_zero_info(
             f"{names} needs {least.value} (found by a trial on small matrices): each of the {shards} replicas keeps "
             "its whole state, as with `optimizer_sharding=False`."
         )
         gradients.keep_whole()
-        shards = 1
-    run_checks.check_independence(optimizers, least, layout, shards, lowered)
+    if least is Independence.NONE:
+        check_whole_steps(optimizers, assembled.module, layout, lowered=lowered, skips=skips)
     return least
 
 
