@@ -70,6 +70,19 @@ class RotatedWindow(nn.Module):
         return x
 
 
+class Conjugates(nn.Module):
+    """Complex features, of which a product saves the conjugates: the same memory, read otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(self.linear(x).unflatten(-1, (WIDTH // 2, 2)))
+        turned = z.conj() * torch.fft.fft(z) * z
+        return x + torch.view_as_real(turned).flatten(-2) + (turned.conj().imag * z.real).repeat(1, 1, 2)
+
+
 class TorchsLayer(nn.Module):
     """torch's own, with tokens first if asked for."""
 

@@ -101,10 +101,13 @@ def same(found, wanted, exactly: bool) -> None:
         torch.testing.assert_close(found[1][name], value, rtol=0 if exactly else 1e-10, atol=0 if exactly else 1e-12)
 
 
-@pytest.mark.parametrize("name", [*TOKENWISE, *OTHERS])
+ANY = {**TOKENWISE, **OTHERS, "conjugates": kinds.Conjugates}
+
+
+@pytest.mark.parametrize("name", ANY)
 @pytest.mark.parametrize("offload", ["all", {"every": 2}, ["layers.1", "*.3"]], ids=str)
 def test_any_layer_in_host_memory_gives_the_bits_of_a_run_without(name, offload):
-    model = built({**TOKENWISE, **OTHERS}[name])
+    model = built(ANY[name])
     same(train(model, offload), train(model, None), exactly=True)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron.mesh.messages.host_link import Copy, HostLink
+from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 
 
 class CopyNotes(Protocol):
@@ -131,8 +132,8 @@ class HostCopy:
         self._traffic.held -= self.bytes
 
 
-Form = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
-"""Dtype, size, strides and offset."""
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], Any, bool, bool]
+"""Dtype, size, strides and offset; whether numbers are to be read as conjugates, and with the other sign."""
 
 
 @dataclass
@@ -147,8 +148,9 @@ class View:
         memory = self.copy.get()
         if self.form is None:
             return memory
-        dtype, size, stride, offset = self.form
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+        dtype, size, stride, offset, *read_as = self.form
+        memory = memory if memory.dtype == dtype else memory.view(dtype)
+        return _flipped(memory.as_strided(size, stride, offset), *read_as)
 
 
 @dataclass
@@ -177,18 +179,19 @@ class KeptCall:
 
     def stays(self, tensor: Any) -> bool:
         """Whether a saved tensor is left where it is."""
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        if not is_ordinary(tensor) or tensor.layout != torch.strided or not tensor.numel():
             return True
         return memory_of(tensor) in self.here
 
     def whole(self, tensor: Tensor, kind: str) -> View:
         """A saved tensor, to be kept whole; views of one memory share its copy."""
         storage = tensor.untyped_storage()
-        alone = storage.nbytes() > 2 * tensor.nbytes
+        elements, rest = divmod(storage.nbytes(), tensor.element_size())
+        alone = storage.nbytes() > 2 * tensor.nbytes or rest > 0
         key = (memory_of(tensor), tensor._version, *(form_of(tensor) if alone else ()))
         if key not in self._seen:
             memory = tensor.detach()
-            memory = memory.clone() if alone else torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            memory = memory.clone() if alone else _as_it_lies(memory).as_strided((elements,), (1,), 0)
             self._seen[key] = View(self.copied(memory, kind), None)
             self.remember(tensor)
         view = self._seen[key]
@@ -248,4 +251,15 @@ def memory_of(tensor: Tensor) -> int:
 
 def form_of(tensor: Tensor) -> Form:
     """How a tensor lies in its memory."""
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    read_as = tensor.is_conj(), tensor.is_neg()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), *read_as
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """The numbers in memory of a tensor that may stand for their conjugates, as ``x.conj()`` does."""
+    return _flipped(tensor, tensor.is_conj(), tensor.is_neg())
+
+
+def _flipped(tensor: Tensor, conjugate: bool, negative: bool) -> Tensor:
+    tensor = torch._neg_view(tensor) if negative else tensor
+    return tensor.conj() if conjugate else tensor
