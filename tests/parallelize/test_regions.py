@@ -332,3 +332,49 @@ def test_printing_and_detaching_split_logits_sends_nothing(mesh):
         assert all(isinstance(value, VocabParallelLogits) for value in kept.values())
         assert not kept["logits"].requires_grad and len(kept["same"]) == 2
     assert not counts
+
+
+class Staying(nn.Module):
+    """Linear layers of neighbours in a list are pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.left_out = set()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Dropping(Staying):
+    """The same layers, of which some are left out."""
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index in self.left_out:
+                continue
+            x = layer(x)
+        return x
+
+
+@run_ranks(tensor=2)
+def test_pairs_over_layers_are_exact_whichever_of_them_code_leaves_out(mesh):
+    torch.manual_seed(0)
+    module = Dropping().double()
+    whole, x = copy.deepcopy(module), random_tensor(3, 8)
+    report = parallelize(module, mesh, example=x)
+    staying = Staying().double()
+    parallelize(staying, mesh, example=x)
+    with count_collectives() as counts:
+        staying(x)
+    assert sum(counts.values()) == 2, f"pairs that always run gather nothing: {counts}"
+    for left_out in ({0}, {1}, {2}, {3}, {1, 2}, {0, 2}):
+        module.left_out = whole.left_out = left_out
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        for copied, mine in zip((module, whole), given, strict=True):
+            copied.zero_grad()
+            copied(mine).square().sum().backward()
+        torch.testing.assert_close(given[0].grad, given[1].grad, **EXACT)
+        assert_same_gradients(module, report.parameters, whole)

@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_megatron.mesh.parts.names import leaf_of, parent
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
+from lightning_megatron.mesh.parts.syntax import definition_in
 from lightning_megatron.pipeline.cut.flows import names_in
-from lightning_megatron.pipeline.cut.syntax import definition_in
 
 
 def runs_in_turn(module: nn.Module, path: str) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_megatron.mesh.messages.collectives import check_divisible
 from lightning_megatron.mesh.parts.names import Parts, lies_in, parent
 from lightning_megatron.parallelize.pairs.cut import candidates, proposals
-from lightning_megatron.parallelize.pairs.pair import regions_from_styles, regions_from_trace
+from lightning_megatron.parallelize.pairs.pair import common_parent, regions_from_styles, regions_from_trace
 from lightning_megatron.parallelize.pairs.vocabulary import split_vocabulary, vocabulary_heads
 from lightning_megatron.parallelize.plan.blueprint import Blueprint, ColumnCut, Region
 from lightning_megatron.parallelize.plan.patterns import generalize
@@ -27,6 +27,7 @@ from lightning_megatron.parallelize.reading.divisible import divisible
 from lightning_megatron.parallelize.reading.heads import tensor_arguments
 from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.parallelize.reading.kinds import is_attention
+from lightning_megatron.parallelize.reading.left_out import leaves_entries_out
 from lightning_megatron.parallelize.reading.low_rank import sizes_of, splits_like_linear, structure_of
 from lightning_megatron.parallelize.reading.study import Rename, Study
 from lightning_megatron.parallelize.reading.trace import Trace
@@ -192,7 +193,8 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
     seen = seen_outside(blueprint.regions, blueprint.trace)
     for region in sorted(blueprint.regions, key=lambda region: order[region.row]):
         _check_sizes(module, region, parts)
-        key = (_shape_key(module, region), bool(seen.intersection(region.columns)))
+        spread = leaves_entries_out(module, common_parent(region.members))
+        key = (_shape_key(module, region), bool(seen.intersection(region.columns)), spread)
         if key in decided:
             settled.append(_like(decided[key], region))
         else:
@@ -219,6 +221,9 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
         return _gathered_or_refused(module, blueprint, region, reason)
     if left := [name for name in region.columns if name in seen]:
         reason = f"the module computes something else from the output of {', '.join(map(repr, left))}"
+        return _gathered_or_refused(module, blueprint, region, reason)
+    if place := leaves_entries_out(module, common_parent(region.members)):
+        reason = f"code may call one of them without the other ({place})"
         return _gathered_or_refused(module, blueprint, region, reason)
     packed: bool | None = None
     if blueprint.source == "argument":

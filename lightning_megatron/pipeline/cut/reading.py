@@ -25,9 +25,9 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.mesh.parts.packages import LIGHTNING, comes_from
+from lightning_megatron.mesh.parts.syntax import definition_of
 from lightning_megatron.pipeline.cut.flows import NOTHING, Flows, Parts, is_variable, names_in, results_in, returns
 from lightning_megatron.pipeline.cut.resolver import Resolver
-from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.cut.trunk import Trunk, holders_of
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
-from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
+from lightning_megatron.mesh.parts.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step, names_in
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, is_users
+from lightning_megatron.mesh.parts.syntax import definition_of
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.strategy.carried.under_names import ByName, KeyForm, Table, ToldEntry
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.names import leaf_of
-from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
+from lightning_megatron.mesh.parts.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.strategy.loss.tables import Name
 

@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, comes_from
-from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
+from lightning_megatron.mesh.parts.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log
 

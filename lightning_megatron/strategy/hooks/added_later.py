@@ -38,8 +38,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
+from lightning_megatron.mesh.parts.syntax import definition_of
 from lightning_megatron.mesh.pickling import users_hook
-from lightning_megatron.pipeline.cut.syntax import definition_of
 from lightning_megatron.pipeline.elsewhere.containers import GLOBAL_HOOKS, HOOKS, function_of
 from lightning_megatron.pipeline.elsewhere.listing import is_in_part
 from lightning_megatron.pipeline.elsewhere.presence import Presence

@@ -29,9 +29,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.parts.packages import is_users
+from lightning_megatron.mesh.parts.syntax import definition_of, place_in
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users_function
-from lightning_megatron.pipeline.cut.syntax import definition_of, place_in
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 

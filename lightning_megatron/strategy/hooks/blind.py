@@ -29,8 +29,8 @@ from torch import nn
 
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import LIGHTNING, comes_from, is_users, package_of
+from lightning_megatron.mesh.parts.syntax import definition_of
 from lightning_megatron.mesh.replaced import Replacement
-from lightning_megatron.pipeline.cut.syntax import definition_of
 
 _KNOWN = ("lightning_utilities", "builtins")
 _PLAIN = (bool, int, float, complex, str, bytes, PurePath)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.mesh.parts.packages import is_users
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.mesh.parts.syntax import definition_of
 
 _BY_NAME = ("getattr", "hasattr")
 _DEPTH = 4

@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_megatron.mesh.parts.packages import HUGGING_FACE, METRICS, is_users
-from lightning_megatron.pipeline.cut.syntax import definition_of
+from lightning_megatron.mesh.parts.syntax import definition_of
 from lightning_megatron.strategy.hooks.added_later import AddedHooks
 from lightning_megatron.strategy.hooks.expressions import (
     TEXT,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
+from lightning_megatron.mesh.parts.syntax import definition_of
 from lightning_megatron.pipeline.cut.flows import returns
-from lightning_megatron.pipeline.cut.syntax import definition_of
 
 
 class Asks:

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Literal
 
 from lightning_megatron.mesh.parts.packages import is_library
-from lightning_megatron.pipeline.cut.syntax import definition_in
+from lightning_megatron.mesh.parts.syntax import definition_in
 
 Decided = Literal["", "decision", "choice", "filter"]
 """Nothing; something that may be about what the step keeps; something that goes into what it returns; which turns of a
