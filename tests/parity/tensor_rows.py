@@ -310,7 +310,7 @@ def everyday() -> list[TensorRow]:
 def options() -> list[TensorRow]:
     """Custom functions, compiled layers, recomputation and every schedule, one row each."""
     recompute = ("'full'", "'selective'", "{'every': 2}", "['*.mlp']")
-    compiled = ("compiled", "compiled_wrapped", "compiled_recomputed", "compiled_inductor")
+    compiled = ("compiled", "compiled_wrapped", "compiled_recomputed")
     schedules = ("gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
     other_orders = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")  # gpipe and zb-h2 call the same pieces
     custom = [TensorRow("custom", 4), TensorRow("custom", 2, 2), TensorRow("custom", 2, 1, 2, sequence=True)]
@@ -319,6 +319,7 @@ def options() -> list[TensorRow]:
         TensorRow("table"),
         TensorRow("table", 2, 2),
         *(TensorRow(name, sequence=sequence) for name in compiled for sequence in (False, True)),
+        TensorRow("compiled_inductor"),
         *(TensorRow("compiled_wrapped", stages=2, schedule=name) for name in other_orders),
         TensorRow("compiled_wrapped", stages=2, sequence=True, others="{'activation_recompute': 'full'}"),
         *(TensorRow("gpt", stages=2, schedule=name, sequence=bool(i % 2)) for i, name in enumerate(schedules)),
