@@ -248,17 +248,18 @@ def _is_data(entry: Any) -> bool:
     )
 
 
-def functions_of_step(module: nn.Module, step: str = "training_step") -> list[types.FunctionType]:
+def functions_of_step(module: nn.Module, *steps: str) -> list[types.FunctionType]:
     """The functions of the user's that a step may call, by their names, hooks of modules and itself among them.
 
     Args:
         module: the user's.
-        step: name of the step.
+        steps: names of the step, or of several; by default the training step.
     """
     reach = Reach(module, module, frozenset(), _READ)
     reach.containers()
     hooks = (hook for child in module.modules() for table in HOOKS for hook in hooks_of(child, table))
-    waiting, found, mentioned = list(reach.functions), list[types.FunctionType](), {step, "forward"}
+    mentioned = {*(steps or ("training_step",)), "forward"}
+    waiting, found = list(reach.functions), list[types.FunctionType]()
     plain = (hook.func if isinstance(hook, functools.partial) else hook for hook in hooks)
     mentioned.update(getattr(function_of(hook), "__name__", "__call__") for hook in plain)
     while called := [function for function in waiting if reach.names_of(function) & mentioned]:

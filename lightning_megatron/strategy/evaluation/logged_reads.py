@@ -51,7 +51,7 @@ class LoggedReads:
     def _reads(self) -> bool:
         """Whether the code of a step asks for metrics."""
         if self._asks is None:
-            called = [function for step in _STEPS for function in functions_of_step(self._module, step)]
+            called = functions_of_step(self._module, *_STEPS)
             self._asks = any(name in names_in(each.__code__)[0] for each in called for name in METRICS)
         return self._asks
 
