@@ -351,8 +351,8 @@ class LogRecorder:
                     later[len(keys)] = partial(_whole, source)
             beside.append((weight, -1.0 if size is None else float(size)))
             keys.append(record.key if how is record.key.how else replace(record.key, how=how))
-        rows = torch.tensor(beside, dtype=torch.float64, device=device)
-        rows = torch.cat([torch.stack(values).unsqueeze(1), rows], 1)
+        rows = torch.tensor([(0.0, *each) for each in beside], dtype=torch.float64, device=device)
+        rows[:, 0] = torch.stack(values)  # which in rehearsals have no numbers, as the rows have
         return StepLogs(keys, rows, later=later, gather=gather)
 
     def _how(self, record: _Recorded) -> Any:
