@@ -34,8 +34,8 @@ def explain(strategy: Any, module: torch.nn.Module | None = None) -> str:
 
 def rehearse(
     strategy: Any, module: pl.LightningModule | Callable[[], Any], batch: Any = None, *, world_size: int, rank: int = 0,
-    devices_per_node: int = 8, **trainer: Any,
+    devices_per_node: int = 8, host_gib: float | None = None, **trainer: Any,
 ) -> Rehearsal:  # fmt: skip
     """One step as ``rank`` of ``world_size`` would; see :func:`lightning_megatron.tools.rehearsal.rehearse`."""
     launch = {"world_size": world_size, "rank": rank, "devices_per_node": devices_per_node}
-    return offered("rehearse")(strategy, module, batch, **launch, **trainer)
+    return offered("rehearse")(strategy, module, batch, host_gib=host_gib, **launch, **trainer)

@@ -51,7 +51,8 @@ class Rehearsal:
         parameters: elements of the parameters that this rank holds.
         whole_parameters: elements of the whole module's, tied ones counted once.
         bytes_by_kind: ``weights``, ``gradients``, ``optimizer``, ``activations`` (the most that waits for its backward)
-            and ``peak`` (the most of all tensors at any moment of the step).
+            and ``peak`` (the most of all tensors at any moment of the step); with ``activation_offload`` also ``host``
+            (the most activations in host memory, which the others leave out).
         instructions: this rank's list for one step, as drawn by ``lightning-megatron timeline``.
         communication: everything it sends, in order of first appearance.
         remarks: what a rehearsal could not know.

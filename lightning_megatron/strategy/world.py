@@ -9,6 +9,7 @@ another one::
              ── links ──────▶ World: messages to the other stages              paper: they loaded the same batch
              ── executor ───▶ World: hears what the stage before will send     paper: works it out by itself
              ── compares ───▶ World: reads other ranks' batches and losses     paper: nobody has any
+             ── host ───────▶ World: this machine's memory for activations     paper: as much as it is told
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions, StageLinks
+from lightning_megatron.strategy.activations.host_budget import Host
 from lightning_megatron.strategy.assembly.alike import materialize
 
 
@@ -31,10 +33,11 @@ class World:
 
     Args:
         link_options: how tensors travel between stages.
+        host: memory for activations, and who shares it.
     """
 
-    def __init__(self, link_options: LinkOptions = USUAL_LINKS) -> None:
-        self.link_options = link_options
+    def __init__(self, link_options: LinkOptions = USUAL_LINKS, host: Host | None = None) -> None:
+        self.link_options, self.host = link_options, host or Host()
 
     @property
     def compares(self) -> bool:

@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.pipeline.run.links import LinkOptions
+from lightning_megatron.strategy.activations.host_budget import Host
 from lightning_megatron.strategy.world import World
 
 
-def linked(strategy: MegatronStrategy, **options: Any) -> MegatronStrategy:
-    """The strategy, with these options of its links between stages; see ``LinkOptions``."""
-    strategy._processes.world = World(LinkOptions(**options))
+def linked(strategy: MegatronStrategy, host: Host | None = None, **options: Any) -> MegatronStrategy:
+    """The strategy on a host, with these options of its links between stages; see ``LinkOptions``."""
+    strategy._processes.world = World(LinkOptions(**options), host)
     return strategy

@@ -18,9 +18,11 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.mesh.messages import exchange
 from lightning_megatron.planner import Cluster, ModelShape, Recipe
 from lightning_megatron.planner.cost.memory import Memory, stage_memory
+from lightning_megatron.strategy.activations.host_budget import Host
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
 from lightning_megatron.tools.rehearsal.one_rank import OneBatch, Witness
 from lightning_megatron.tools.rehearsal.paper import Ledger
+from lightning_megatron.tools.rehearsal.paper_host import PaperHost
 from tests.harness import RankInfo, ReusedProcesses
 from tests.harness.links import linked
 
@@ -148,13 +150,22 @@ class Overheard(TorchDispatchMode):
         self.ledger.write(group, operation, tensors, args[2] if name in ("send", "recv_") else -1)
 
 
-def live(info: RankInfo, settings: dict[str, Any], made: Callable[[], Any] = build) -> dict[str, Any]:
+class ApartHost(PaperHost):
+    """A host that has so much memory, which is told from the device's."""
+
+    stages = Host.stages
+
+
+def live(
+    info: RankInfo, settings: dict[str, Any], made: Callable[[], Any] = build, host_gib: float | None = None
+) -> dict[str, Any]:
     """One real step of what ``made`` returns, with these arguments of the strategy; a rehearsal should have said it."""
     meter, ledger = MemoryMeter(), Ledger()
     with Metered(meter), Overheard(ledger):
         module, batch = made()
         witness = Witness(ledger, meter)
-        strategy = linked(MegatronStrategy(**settings, whole_batch_loss=False), through_memory=False)
+        strategy = MegatronStrategy(**settings, whole_batch_loss=False)
+        linked(strategy, ApartHost(host_gib), through_memory=False)
         trainer = Trainer(
             accelerator="cpu",
             devices=info.world_size,

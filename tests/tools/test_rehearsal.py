@@ -134,6 +134,57 @@ def test_split_tokens_and_chunks_hold_and_send_what_they_do_in_a_real_run(
         assert in_step(sent(found)) == in_step(real["communication"])
 
 
+OFFLOADED = {
+    "all": ({"activation_offload": "all"}, 1, None),
+    "some layers": ({"activation_offload": ["*.1", "*.2"]} | INTERLEAVED, 2, None),
+    "some tokens": ({"activation_offload": {"tokens": 0.4}} | GRID, 4, None),
+    "of some layers": ({"activation_offload": {"tokens": 0.3, "layers": ["*.1"]}}, 1, None),
+    "no tokens of context ranks": ({"activation_offload": {"tokens": 0}, "context_parallel_size": 2}, 2, None),
+    "ring": (
+        {"activation_offload": {"tokens": 0.5}, "context_parallel_options": {"method": "ring"}} | CONTEXT,
+        4,
+        None,
+    ),
+    "zero bubble": ({"activation_offload": "all", "pipeline_schedule": "zb-h1", "pipeline_parallel_size": 2}, 2, None),
+    "recomputed": ({"activation_offload": "all"} | RECOMPUTED, 2, None),
+    "as many as fit": ({"activation_offload": "auto"} | GRID, 4, 3e-3),
+    "as many as there are": ({"activation_offload": {"tokens": "auto"}}, 1, None),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("settings", "ranks", "gib"), OFFLOADED.values(), ids=OFFLOADED)
+def test_activations_in_host_memory_are_told_from_those_on_the_device(
+    settings: dict[str, Any], ranks: int, gib: float | None
+) -> None:
+    settings = {"micro_batch_size": 2} | settings
+    for outcome in run_trainers(live, settings, build, gib, devices=ranks):
+        strategy, real = MegatronStrategy(**settings), outcome.value
+        found = rehearse(strategy, build, world_size=ranks, rank=outcome.rank, host_gib=gib)
+        for kind in ("weights", "gradients", "optimizer", "host"):
+            assert found.bytes_by_kind[kind] == real["bytes"][kind] > 0, kind
+        sends = sum(entry.bytes * entry.count for entry in found.communication if entry.operation == "send")
+        assert -64 <= real["bytes"]["activations"] - found.bytes_by_kind["activations"] <= sends + 4096
+        assert found.instructions == real["instructions"]
+        assert in_step(sent(found)) == in_step(real["communication"])
+
+
+def test_as_many_tokens_are_kept_as_fit_into_the_memory_of_a_host_that_is_told() -> None:
+    """Of four ranks on two nodes, here; and less than the inputs of layers take is refused as in a launch."""
+
+    def kept(gib: float | None, **more: Any) -> Rehearsal:
+        strategy = MegatronStrategy(activation_offload="auto", micro_batch_size=8)
+        return rehearse(strategy, build, world_size=4, devices_per_node=2, host_gib=gib, **more)
+
+    most = kept(None).bytes_by_kind["host"]
+    gib = 2 * 0.7 * most / 0.9 / 2**30
+    assert 0.6 * most < kept(gib).bytes_by_kind["host"] < 0.95 * most  # with a layer that is measured, whole
+    with pytest.raises(RuntimeError, match=r"the host has .* GiB for this rank of 2: inputs and outputs of attention"):
+        kept(gib / 10)
+    with pytest.raises(ValueError, match="`host_gib=-1` must be the free memory of a node"):
+        kept(-1)
+
+
 def test_weights_of_a_schedule_that_puts_off_their_gradients_keep_its_inputs() -> None:
     """A rehearsal of zero bubble holds what the products of weights wait for: more than 1F1B in the same order."""
     kept = {
@@ -198,7 +249,6 @@ def test_the_strategy_rehearses_itself_and_stays_as_it_was() -> None:
             "positive layer counts that add up to the 4 layers",
         ),
         ({"pipeline_parallel_size": 2, "activation_recompute": ["*.nothing"]}, 2, "matches no module"),
-        ({"activation_offload": "all"}, 1, "counts a device's memory, not its host's; leave `activation_offload`"),
         ({"optimizer_offload": True}, 1, "counts a device's memory, not its host's; leave `optimizer_offload`"),
         ({"loss_chunks": 0}, 1, "`loss_chunks=0` must be a number of pieces"),
     ],

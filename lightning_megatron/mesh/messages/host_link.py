@@ -2,6 +2,7 @@
 
 ::
 
+    room(source)            memory of the host for a copy of ``source``
     start(target, source)   the copy begins; neither is touched until it is waited for
     Copy.wait()             the processor, or for a target on the device the device, goes on after it
 """
@@ -33,6 +34,11 @@ class HostLink:
     def bytes_per_second(self) -> float:
         """How fast it copies while the device computes; infinite where nobody waits for copies."""
         return float("inf")
+
+    def room(self, source: Tensor) -> Tensor:
+        """Uninitialized memory of the host for ``source``, without gaps; pinned for a device with memory of its own."""
+        form = torch.contiguous_format
+        return torch.empty_like(source, device="cpu", memory_format=form, pin_memory=source.is_cuda)
 
     def start(self, target: Tensor, source: Tensor) -> Copy:
         """Begin to copy ``source`` into ``target``, of the same number of elements."""

@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.data_parallel.buckets import host_memory
 from lightning_megatron.data_parallel.buckets.host_memory import GIB
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.host_link import HostLink
+from lightning_megatron.mesh.messages.host_link import HostLink, link_for
 from lightning_megatron.pipeline.schedules.check import activations_in_flight
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 
@@ -72,12 +73,25 @@ class Neighbours(NamedTuple):
     stages: Sequence[int]
     calls: Callable[[], Sequence[int]]
 
-    @classmethod
-    def of(cls, mine: int, calls: Callable[[], Sequence[int]]) -> Neighbours:
-        """Ask all ranks where they are; collective over the world."""
-        here = socket.gethostname()
+
+class Host:
+    """This rank's host, as it is."""
+
+    name = property(lambda self: socket.gethostname())
+
+    def link(self, device: torch.device) -> HostLink:
+        """The link between a device and its memory."""
+        return link_for(device)
+
+    def free(self, held: int) -> float:
+        """Bytes that activations could take, if the ``held`` ones of this rank were not there."""
+        return float(host_memory.free_bytes(None) + held)
+
+    def stages(self, mine: int) -> Sequence[int]:
+        """Places along the pipeline of all ranks here, of which this is at ``mine``; collective over the world."""
+        here = self.name
         found = objects.gather((here, mine)) if dist.is_initialized() else [(here, mine)]
-        return cls(mine, [stage for host, stage in found if host == here], calls)
+        return [stage for host, stage in found if host == here]
 
 
 @dataclass
@@ -91,6 +105,7 @@ class HostBudget:
         layers: of this rank that keep activations there.
         link: to host memory.
         tensor: ranks that run tokens again together, if there are several.
+        host: whose memory it is.
 
     Attributes:
         share: of the tokens that are kept.
@@ -103,6 +118,7 @@ class HostBudget:
     layers: int
     link: HostLink
     tensor: dist.ProcessGroup | None = None
+    host: Host = field(default_factory=Host)
     share: float = 0.0
     sizes: dict[str, CallSizes] = field(default_factory=dict)
     _inputs: dict[str, int] = field(default_factory=dict)
@@ -144,7 +160,7 @@ class HostBudget:
         if not self._inputs or bytes_of_input > 1.2 * max(self._inputs.values()):
             self._free = None  # other lengths are other runs: what is free is asked again
         self._inputs[layer] = bytes_of_input
-        mine = sizes, float(host_memory.free_bytes(None) + held)
+        mine = sizes, self.host.free(held)
         everyone = [mine] if self.tensor is None else objects.gather(mine, self.tensor)
         told, free = [found for found, _ in everyone], min(free for _, free in everyone)
         always, other, seconds, whole = zip(*map(astuple, told), strict=True)
@@ -199,7 +215,7 @@ class HostBudget:
         )
         return (
             f"`activation_offload={self.option}` keeps {need / GIB:.3g} GiB in host memory ({self.calls} calls of "
-            f"layers, {(always + share * other) / GIB:.3g} GiB each), where {socket.gethostname()} has "
+            f"layers, {(always + share * other) / GIB:.3g} GiB each), where {self.host.name} has "
             f"{room / GIB:.3g} GiB for this rank of {len(self.neighbours.stages)}: {way}."
         )
 

@@ -92,7 +92,7 @@ class HostCopy:
 
     def __init__(self, source: Tensor, traffic: Traffic) -> None:
         self._traffic, self._device, self.uses = traffic, source.device, 0
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._host = traffic.link.room(source)
         self.bytes = self._host.nbytes
         self._leaving = traffic.link.start(self._host, source)
         self._back: tuple[Tensor, Copy] | None = None
@@ -105,7 +105,7 @@ class HostCopy:
         if self._back is not None:
             return self._back
         self._leaving.wait()
-        target, traffic = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device), self._traffic
+        target, traffic = torch.empty_like(self._host, device=self._device, pin_memory=False), self._traffic
         self._back = target, traffic.link.start(target, self._host)
         traffic.returned += self.bytes
         traffic.out += self.bytes

@@ -9,11 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_megatron.mesh.messages.host_link import HostLink, link_for
+from lightning_megatron.mesh.messages.host_link import HostLink
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.activations.host_budget import HeldCalls, HostBudget, Neighbours, layers_of_stages
+from lightning_megatron.strategy.activations.host_budget import (
+    HeldCalls,
+    Host,
+    HostBudget,
+    Neighbours,
+    layers_of_stages,
+)
 from lightning_megatron.strategy.activations.host_copies import Traffic
 from lightning_megatron.strategy.activations.host_request import ActivationOffload, HostRequest, host_request
 from lightning_megatron.strategy.activations.layer_calls import HostCall, chosen_layers
@@ -39,10 +45,11 @@ def arrange(
     pipeline_layers: str,
     options: ActivationOptions,
     device: torch.device,
+    host: Host,
     tensor: dist.ProcessGroup | None = None,
 ) -> tuple[Traffic | None, MlpPieces | None]:
     """Call `keep_on_host` and `run_in_pieces` for the layers of a module on ``device``."""
-    traffic = keep_on_host(module, stage, pipeline_layers, options.host, link_for(device), tensor)
+    traffic = keep_on_host(module, stage, pipeline_layers, options.host, host.link(device), tensor, host)
     return traffic, run_in_pieces(module, stage, pipeline_layers, options.chunks)
 
 
@@ -53,6 +60,7 @@ def keep_on_host(
     request: HostRequest | None,
     link: HostLink,
     tensor: dist.ProcessGroup | None = None,
+    host: Host | None = None,
 ) -> Traffic | None:
     """Let layers keep their activations in host memory; call it once the module is cut.
 
@@ -63,6 +71,7 @@ def keep_on_host(
         request: which of them, and of how many tokens; ``None`` removes the wrappers of an earlier run.
         link: what copies between device and host.
         tensor: ranks that have slices of the same layers, if there are several.
+        host: whose memory it is; by default that of this process.
 
     Returns:
         What counts the copies; ``None`` where nothing was asked for.
@@ -81,9 +90,10 @@ def keep_on_host(
     if request is None:
         return None
     names = chosen_layers(trunk, request, trunk.layer_names if stage is None else stage.presence.layers_here())
-    calls = _calls_of(stage, chosen_layers(trunk, request, trunk.layer_names))
-    neighbours = Neighbours.of(0 if stage is None else stage.stage, calls)
-    budget = HostBudget(request.tokens, request.words, neighbours, len(names), link, tensor)
+    calls, host = _calls_of(stage, chosen_layers(trunk, request, trunk.layer_names)), host or Host()
+    mine = 0 if stage is None else stage.stage
+    neighbours = Neighbours(mine, host.stages(mine), calls)
+    budget = HostBudget(request.tokens, request.words, neighbours, len(names), link, tensor, host)
     traffic = Traffic(link, budget if request.tokens is None else None)
     for name in names:
         kind = TokenCall if request.splits else HostCall

@@ -21,6 +21,7 @@ from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.cut.trunk import Trunk
+from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, Wrapper
 from lightning_megatron.strategy.activations.host_budget import CallSizes, HostBudget
 from lightning_megatron.strategy.activations.host_copies import KeptCall, Traffic, View, memory_of
@@ -91,7 +92,7 @@ class HostCall(Wrapper):
     def staying(self, inputs: Sequence[Tensor]) -> set[int]:
         """Storages of the tensors that the layer uses and does not make."""
         module: nn.Module = self.module
-        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if type(tensor) in _PLAIN]
+        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if is_ordinary(tensor)]
         with torch._C.DisableTorchFunction():  # no use of the weights, which would bring them here before their layer
             weights = {memory_of(x) for x in own}
         return weights | {memory_of(x) for x in inputs if not x.requires_grad and x is not inputs[0]}
@@ -102,6 +103,3 @@ def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.layout == torch.strided]
     found = [x for x in found if not isinstance(x, RuleMask)]
     return [x for x in found if x.is_floating_point()] + [x for x in found if not x.is_floating_point()]
-
-
-_PLAIN = (Tensor, nn.Parameter)

@@ -31,6 +31,7 @@ from lightning_megatron.context_parallel.token_shards import TokenShards
 from lightning_megatron.layers.whole import NeedsWhole, WholeTensor
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.key_value_caches import with_own_caches
+from lightning_megatron.pipeline.elsewhere.abstract import is_ordinary
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
 from lightning_megatron.pipeline.forwards.weight_gradients import puts_off
 from lightning_megatron.strategy.activations.generator_states import differs, random_as, random_state, set_random_state
@@ -74,7 +75,7 @@ class TokenCall(HostCall):
         args, kwargs = with_own_caches(args, kwargs)
         x = next(iter(tensors_in(args, kwargs)), None)
         scope = LayerScope(self.name, f"activation_offload={self.budget.option}")
-        if x is None or not x.is_floating_point() or x.ndim != 3 or type(x) not in (Tensor, TokenShards):
+        if x is None or not x.is_floating_point() or x.ndim != 3 or not (is_ordinary(x) or type(x) is TokenShards):
             told = None if x is None else f"{type(x).__name__} {tuple(x.shape)}"
             scope.refuse(f"the first of what it is given is {told}, not [batch, tokens, features]")
         run = _Run(self, args, kwargs, x, scope)

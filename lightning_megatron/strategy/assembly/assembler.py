@@ -121,7 +121,7 @@ class Assembler:
         tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
         tensor = mesh.group("tensor_parallel") if mesh.layout.tensor > 1 else None
         asked = self._options.pipeline_layers, self._options.activations
-        traffic, pieces = arrange(module, stage, *asked, self._device, tensor)
+        traffic, pieces = arrange(module, stage, *asked, self._device, self._world.host, tensor)
         parts = tokens, heads, traffic, pieces, streamed
         return Assembled(module, engine, tensor_state, report, streams, groups, *parts)
 

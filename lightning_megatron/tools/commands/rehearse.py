@@ -39,6 +39,9 @@ def rehearse(
     rank: Annotated[int, typer.Option(help="Global rank to be.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule; interleaved where v is given.")] = None,
     devices_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 8,
+    host_gib: Annotated[
+        float | None, typer.Option(help="Free memory of a node for activation_offload; without it as much as is asked.")
+    ] = None,
     strategy: Annotated[
         list[str] | None, typer.Option(help="Further argument of MegatronStrategy, name=value; may be repeated.")
     ] = None,
@@ -69,6 +72,7 @@ def rehearse(
                 world_size=world,
                 rank=rank,
                 devices_per_node=devices_per_node,
+                host_gib=host_gib,
                 **trainer_arguments,
             )
     except Exception as error:  # any error of the launch is a result of the rehearsal

@@ -30,6 +30,7 @@ from lightning_megatron.pipeline.stage.boundary import Announcement, Boundary, L
 from lightning_megatron.pipeline.stage.order import StageDone
 from lightning_megatron.strategy.assembly.alike import materialize
 from lightning_megatron.strategy.world import World
+from lightning_megatron.tools.rehearsal.paper_host import PaperHost
 from lightning_megatron.tools.rehearsal.weightless import Weightless
 
 
@@ -82,10 +83,11 @@ class PaperWorld(World):
 
     Args:
         mode: replaces large tensors by fake ones.
+        host: memory for activations.
     """
 
-    def __init__(self, mode: Weightless) -> None:
-        super().__init__()
+    def __init__(self, mode: Weightless, host: PaperHost) -> None:
+        super().__init__(host=host)
         self._mode = mode
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import MESH_AXES
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.schedules.instructions import Schedule
@@ -32,6 +34,7 @@ from lightning_megatron.strategy.rehearsed import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
 from lightning_megatron.tools.rehearsal.neighbours import PaperWorld
 from lightning_megatron.tools.rehearsal.paper import BACKEND, Ledger, paper_world
+from lightning_megatron.tools.rehearsal.paper_host import PaperHost
 from lightning_megatron.tools.rehearsal.weightless import Weightless
 
 if TYPE_CHECKING:
@@ -72,8 +75,11 @@ class Witness:
     def _end(self, strategy: Any, module: LightningModule) -> None:
         # Gradient buffers are allocated in the step, but are not activations.
         activations = self._meter.kept - self._meter.within(_gradients(strategy, module))
+        kept = {"activations": activations, "peak": self._meter.peak}
+        if (traffic := strategy.run.assembled.traffic) is not None:
+            kept["host"] = traffic.most
         self.found = {
-            "bytes_by_kind": held_bytes(strategy, module) | {"activations": activations, "peak": self._meter.peak},
+            "bytes_by_kind": held_bytes(strategy, module) | kept,
             "schedules": strategy.run.engine.schedules,
             "plan": strategy.parallel_report.explain() if strategy.parallel_report is not None else "",
         }
@@ -161,6 +167,7 @@ def rehearse(
     world_size: int,
     rank: int = 0,
     devices_per_node: int = 8,
+    host_gib: float | None = None,
     **trainer: Any,
 ) -> Rehearsal:
     """Build and run one step as ``rank`` of ``world_size`` would, in this process and without memory for weights.
@@ -174,30 +181,33 @@ def rehearse(
         world_size: number of ranks of the launch.
         rank: global rank to run.
         devices_per_node: ranks per node.
+        host_gib: free memory of a node for activations that its ranks keep there, in GiB; ``None``: as much as they
+            want.
         trainer: further arguments of the Trainer that affect a step, such as ``precision`` or ``gradient_clip_val``.
 
     Returns:
         The rank's parameters, bytes, instructions and communication.
 
     Raises:
-        ValueError: ``rank`` lies outside of the world, the optimizer steps on the host, activations lie there,
-            ``module`` does not make a LightningModule, or the Trainer took no step. Errors of the launch itself are
-            raised unchanged.
+        ValueError: ``rank`` lies outside of the world, the optimizer steps on the host, ``host_gib`` is
+            negative, ``module`` does not make a LightningModule, or the Trainer took no step. Errors of the launch
+            itself are raised unchanged.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`rank={rank}` must lie in 0 to {world_size - 1}, for `world_size={world_size}`.")
     if strategy.options.optimizer_offload:
         raise ValueError("a rehearsal counts a device's memory, not its host's; leave `optimizer_offload` out of it.")
-    if strategy.options.activation_offload is not None:
-        raise ValueError("a rehearsal counts a device's memory, not its host's; leave `activation_offload` out of it.")
-    meter = MemoryMeter()
+    if host_gib is not None and host_gib < 0:
+        raise ValueError(f"`host_gib={host_gib}` must be the free memory of a node, in GiB, or None.")
+    meter, per_node = MemoryMeter(), math.gcd(world_size, devices_per_node)
+    node = range(rank // per_node * per_node, rank // per_node * per_node + per_node)
     alone = own_rank_afterwards()
     with _quiet(), alone, paper_world(rank, world_size) as ledger, Weightless(meter.seen) as mode:
         built, batch = _built(module, batch)
         whole = sum({id(p): p.numel() for p in built.parameters()}.values())
         witness = Witness(ledger, meter)
         rehearsed = strategy.unstarted(
-            PaperWorld(mode),
+            PaperWorld(mode, PaperHost(host_gib, lambda: _stages_of(rehearsed.mesh.layout, node))),
             process_group_backend=BACKEND,
             whole_batch_loss=bool(strategy.options.whole_batch_loss is True),
             expert_balance="replica",  # whether a loss mixes samples shows in numbers, of which there are none
@@ -205,6 +215,10 @@ def rehearse(
         runner = one_step_trainer(rehearsed, rank, world_size, devices_per_node, witness.moments, trainer)
         _fit(runner, built, batch, witness)
         return _report(rehearsed, built, whole, ledger, witness, mode)
+
+
+def _stages_of(layout: Layout, ranks: Iterable[int]) -> list[int]:
+    return [layout.coordinates(rank).pipeline for rank in ranks]
 
 
 def _built(module: Any, batch: Any) -> tuple[LightningModule, Any]:
