@@ -116,6 +116,11 @@ def written_outside(x):
     return x * 2
 
 
+def twice_kept(x):
+    """Whose inputs are computed, and need a gradient when they are fetched."""
+    return checkpoint(lambda q, k: sdpa(q * k) + q.exp() * k, x * 2, x.sin(), use_reentrant=False)
+
+
 LOCAL = {
     "arithmetic": lambda x: (x * 2 + OTHER) / (OTHER.abs() + 1) - x.exp() ** 2 + torch.arange(TOKENS)[:, None],
     "activations": lambda x: F.gelu(x) + F.silu(x) + x.relu() + torch.sigmoid(x) + x.tanh(),
@@ -151,6 +156,7 @@ LOCAL = {
     "losses, each": lambda x: F.cross_entropy(x.mT, TARGET, reduction="none")[..., None] * x,
     "looked up": lambda x: x.log_softmax(-1).gather(-1, TARGET.clamp(min=0)[..., None]),
     "checkpoint": lambda x: checkpoint(lambda z: by_hand(z.exp()), x, use_reentrant=False),
+    "a checkpoint in another": lambda x: checkpoint(twice_kept, x, use_reentrant=False),
 }
 """Stay split; of attention only keys and values travel."""
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.pipeline.cut.trunk import LayersHere
 from lightning_megatron.pipeline.forwards.recompute import RecomputedCall, check_recompute, recompute_layers
@@ -113,6 +114,27 @@ def test_a_second_installation_replaces_the_first() -> None:
 def test_selective_says_what_it_looked_for_where_there_is_none() -> None:
     with pytest.raises(RuntimeError, match=r"scaled_dot_product_attention.*'full'"):
         train("selective", fused=False)
+
+
+class Checkpointed(Layer):
+    """Recomputes itself."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return checkpoint(super().forward, x, scale, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", ["*.mlp"]])
+def test_layers_that_recompute_themselves_give_the_same_gradients(recompute: Any) -> None:
+    def gradients(recompute: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, x = Net(), torch.randn(2, 5, 8)
+        net.layers = nn.ModuleList(Checkpointed() for _ in range(2))
+        recompute_layers(LayersHere(net), recompute)
+        net(x).square().sum().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    found, wanted = gradients(recompute), gradients(None)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 def test_a_pattern_that_matches_nothing_lists_names() -> None:

@@ -346,11 +346,19 @@ _OWN: tuple[Any, ...] = (cast(Any, _Show)._backward_cls, cast(Any, _Reshow)._bac
 
 
 def _enter(shown: WholeTensor) -> None:
-    """Give a tensor that a custom function returned a local part with a graph."""
+    """Give a tensor that a custom function returned a local part with a graph.
+
+    And one that autograd has saved, such as an input of a checkpoint in another: its part comes back detached, and
+    functions of it would save less than they did.
+    """
     node = _node(shown)
-    if node is None or isinstance(node, _OWN) or node is shown._entered:
+    if node is None or node is shown._entered:
         return
-    shown.spread.refuse_bypass(shown.shape)
+    if isinstance(node, _OWN):
+        if shown._local.requires_grad or not torch.is_grad_enabled():
+            return
+    else:
+        shown.spread.refuse_bypass(shown.shape)
     with torch.enable_grad():
         shown._local = cast(Tensor, _Enter.apply(shown))
     shown._entered = node

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lightning_megatron.mesh.autograd import version_of
+from lightning_megatron.mesh.autograd import innermost_hooks, version_of
 from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts, parent
 from lightning_megatron.pipeline.cut.trunk import LayersHere, Trunk
@@ -191,19 +191,27 @@ class RecomputedCall(Wrapper):
 class AttentionCores(TorchFunctionMode):
     """Recomputes every call of ``scaled_dot_product_attention`` made while it is active.
 
+    But those that a checkpoint in the layer recomputes, which does so when this mode is not active.
+
     Args:
         layers: names of the layers that run under it.
+
+    Attributes:
+        hooks: on saved tensors, around the layer that runs.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
         self._untried = set(layers)
         self.found = 0
+        self.hooks: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.found += 1
+        if innermost_hooks() != self.hooks:
+            return func(*args, **(kwargs or {}))
         return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
 
     def tried(self, layer: str) -> None:
@@ -235,6 +243,7 @@ class SelectiveCall(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        self._cores.hooks = innermost_hooks()
         with self._cores:
             output = self.forward(*args, **kwargs)
         self._cores.tried(self._name)
