@@ -136,8 +136,9 @@ def resolve_layout(
         if world_size % fixed:
             lower, upper = world_size // fixed * fixed, (world_size // fixed + 1) * fixed
             fits = f"{lower} or {upper}" if lower else f"{upper}"
+            devices = "1 device" if world_size == 1 else f"{world_size} devices"
             raise ValueError(
-                f"{world_size} devices cannot be divided into replicas of {fixed} ranks ({model}); "
+                f"{devices} cannot be divided into replicas of {fixed} ranks ({model}); "
                 f"use `devices={fits}` or change `pipeline_parallel_size`."
             )
         data = world_size // fixed

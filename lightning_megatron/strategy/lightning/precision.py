@@ -135,6 +135,6 @@ def megatron_precision(plugin: Precision | None) -> Precision:
         return _of_mixed(plugin)
     raise ValueError(
         f"`precision={getattr(plugin, 'precision', type(plugin).__name__)!r}` is not supported by MegatronStrategy; "
-        "use '32-true', '64-true', 'bf16-true', 'bf16-mixed' or '16-mixed', or pass "
+        "use '32-true', '64-true', 'bf16-true', 'bf16-mixed' or '16-mixed'; for float8 pass "
         "`MegatronStrategy(precision_plugin=MegatronMixedPrecision('fp8-mixed', 'cuda'))`."
     )
