@@ -85,7 +85,9 @@ class _Queue:
 
     def __init__(self, session: pytest.Session, queue: deque[list[int]], lanes: int, context: Any) -> None:
         self.session, self.queue, self.context = session, queue, context
-        self.lanes = [self._fork() for _ in range(min(lanes, len(queue)))]
+        self.lanes: list[Lane] = []
+        for _ in range(min(lanes, len(queue))):
+            self.lanes.append(self._fork())
 
     def run(self) -> None:
         """Hands out bundles until none is left.
@@ -105,7 +107,8 @@ class _Queue:
 
     def _fork(self) -> Lane:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_serve, args=(self.session, theirs), daemon=False)
+        parents = [ours, *(lane.connection for lane in self.lanes)]
+        process = self.context.Process(target=_serve, args=(self.session, theirs, parents), daemon=False)
         process.start()
         theirs.close()
         return Lane(process, ours)
@@ -192,8 +195,16 @@ def _end(lane: Lane) -> None:
     lane.process.join()
 
 
-def _serve(session: pytest.Session, connection: Connection) -> None:
-    """The life of a lane: what pytest prints and counts happens in the parent."""
+def _serve(session: pytest.Session, connection: Connection, parents: list[Connection]) -> None:
+    """The life of a lane: what pytest prints and counts happens in the parent.
+
+    Args:
+        session: of the parent.
+        connection: to it.
+        parents: its own ends of connections, which lanes that outlive it must not keep open for each other.
+    """
+    for each in parents:
+        each.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of Ctrl-C and ends its lanes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = session.config

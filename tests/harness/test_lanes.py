@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,22 @@ def test_alone():
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command_of(folder, *options), capture_output=True, text=True, cwd=folder, timeout=120, check=False
+    )
+
+
+def command_of(folder: Path, *options: str) -> list[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_some.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={folder}", *options, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={folder}", *options, str(folder)]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def ran(folder: Path) -> list[list[str]]:
@@ -102,3 +115,16 @@ def test_the_first_failure_ends_the_session_on_request(tmp_path: Path) -> None:
     done = run(tmp_path, "-x")
     assert "stopping after 1 failures" in done.stdout and done.returncode == 1, done.stdout + done.stderr
     assert "INTERNALERROR" not in done.stdout + done.stderr
+
+
+def test_lanes_end_with_a_session_that_is_killed(tmp_path: Path) -> None:
+    session = subprocess.Popen(command_of(tmp_path, "-k", "test_one"), stdout=subprocess.DEVNULL, cwd=tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "ran").exists() or len({note[1] for note in ran(tmp_path)}) < 2:
+        assert time.monotonic() < end and session.poll() is None
+        time.sleep(0.01)
+    session.kill()
+    session.wait()
+    while any(is_alive(int(note[1])) for note in ran(tmp_path)):
+        assert time.monotonic() < end, "a lane lives on"
+        time.sleep(0.1)
