@@ -29,13 +29,17 @@ def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 def has_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether key-value caches are among a call's arguments."""
-    return any(is_cache(value) for value in (*args, *kwargs.values()))
+    return bool(caches_in(args, kwargs))
+
+
+def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The key-value caches among a call's arguments."""
+    return [value for value in (*args, *kwargs.values()) if is_cache(value)]
 
 
 def in_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors of the key-value caches in a call's arguments."""
-    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-    layers = [layer for cache in caches for layer in _layers_of(cache)]
+    layers = [layer for cache in caches_in(args, kwargs) for layer in _layers_of(cache)]
     return [entry for layer in layers for entry in vars(layer).values() if isinstance(entry, Tensor)]
 
 

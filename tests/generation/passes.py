@@ -155,6 +155,21 @@ def _log_probability(model: nn.Module, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids[:, 1:, None]).sum((1, 2))
 
 
+class Continued(Preferring):
+    """Goes on from the keys and values of what came before, and learns by them alone what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.reference
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        past = None
+        for part in x.split(2, 1):
+            given = self.policy(input_ids=part, past_key_values=past, use_cache=True)
+            past = given.past_key_values
+        return F.cross_entropy(given.logits.flatten(0, 1), y[:, -2:].flatten())
+
+
 class Disabled(Preferring):
     """DPO of a Llama with an adapter; without it, it is its own reference."""
 
@@ -398,6 +413,7 @@ MODULES: dict[str, type[Task]] = {
     "summed": Summed,
     "renormed": Renormed,
     "preferring": Preferring,
+    "continued": Continued,
     "disabled": Disabled,
     "rolling": Rolling,
     "sampling": Sampling,

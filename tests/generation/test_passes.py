@@ -43,7 +43,9 @@ def check(name: str, layout: str) -> None:
         said = SHARED if layout == "pp2xcp2" else WHOLE.get(name, TURNS)
         assert said in re.sub(r"\s+", " ", outcomes[0].output), outcomes[0].output
     losses = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
-    tolerance = 1e-5 if name in ("preferring", "disabled", "rolling", "sampling", "dropped_sampling") else 1e-9
+    tolerance = (
+        1e-5 if name in ("preferring", "continued", "disabled", "rolling", "sampling", "dropped_sampling") else 1e-9
+    )
     assert losses == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
     weights = ranks[0][1]  # the other ranks are given none
     assert weights.keys() == expected[1].keys()
@@ -54,7 +56,7 @@ def check(name: str, layout: str) -> None:
 EVERYDAY = [
     *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro", "pp2xcp2")),
     *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring")),
-    *((name, "pp2") for name in ("dropped", "sampling")),
+    *((name, "pp2") for name in ("dropped", "sampling", "continued")),
     *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),
 ]
 FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4", "pp2xcp2")  # of which each module meets every other one, in turn
@@ -78,6 +80,8 @@ def test_steps_of_several_passes_are_those_of_one_process(name: str, layout: str
     alone = ("micro",) if name in DRAWING else ("pp2xdp2", "shards", "micro")
     if (name in ALONE and layout in alone) or (layout == "micro" and name in ("padded", "summed")):
         pytest.skip("a loss over all samples of a batch, or numbers of its own in each part of it")
+    if (name, layout) == ("continued", "recompute"):
+        pytest.skip("refused: see below")
     if (name, layout) == ("dropped", "pp2xtp2"):
         pytest.skip("masks inside of split layers are drawn by each tensor rank, in one pass or several")
     check(name, layout)
@@ -89,3 +93,10 @@ def test_a_pass_whose_gradient_only_one_stage_knows_is_refused_on_every_rank(nam
         assert "killed" not in (outcome.error or ""), f"rank {outcome.rank} hung"
         words = REFUSALS[name][1]
         assert words in f"{outcome.error}\n{outcome.output}", outcome
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=wide)])
+def test_recomputed_layers_that_are_given_the_cache_of_an_earlier_call_are_refused(stages: int) -> None:
+    options = {"pipeline_parallel_size": stages, "activation_recompute": "full"}
+    for outcome in run_trainers(trained, "continued", options, devices=stages, check=False, grace=20):
+        assert "is called again with the key-value cache" in f"{outcome.error}", outcome

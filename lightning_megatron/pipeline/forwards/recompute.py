@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_megatron.mesh.autograd import innermost_hooks, version_of
-from lightning_megatron.mesh.key_value_caches import has_caches, with_own_caches
+from lightning_megatron.mesh.key_value_caches import caches_in, has_caches, with_own_caches
 from lightning_megatron.mesh.parts.names import Parts, parent
 from lightning_megatron.pipeline.cut.trunk import LayersHere, Trunk
 from lightning_megatron.pipeline.forwards.seen_state import SeenState, StatefulForward
@@ -141,6 +142,7 @@ class RecomputedCall(Wrapper):
         self._writes: bool | None = None  # whether it writes into its arguments; unknown before the first call
         self._state = StatefulForward(module)
         self._writes_weights: bool | None = None  # unknown before the first call
+        self._not_filled: WeakSet[Any] = WeakSet()  # caches that it was given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -167,10 +169,23 @@ class RecomputedCall(Wrapper):
     def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run_on_copies if self._writes is not False else self.forward
         if has_caches(args, kwargs):
+            self._refuse_caches_read(args, kwargs)
             run = functools.partial(self._run_on_caches, run)
         run = functools.partial(self._state.run, SeenState(), run)
         with set_checkpoint_early_stop(False) if self._sharded else nullcontext():
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _refuse_caches_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a cache that comes back to look up what the call before should have put there."""
+        for cache in caches_in(args, kwargs):
+            if cache in self._not_filled:
+                raise RuntimeError(
+                    f"a `{type(self.module).__name__}` is called again with the key-value cache of an earlier call, "
+                    "which `activation_recompute` leaves empty: what layers compute twice they cannot put there. Run "
+                    "what comes first under `torch.no_grad()`, pass the whole text in one call, or leave "
+                    "`activation_recompute` out."
+                )
+            self._not_filled.add(cache)
 
     def _run_on_caches(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run on key-value caches of its own, which the recomputation would append to once more."""

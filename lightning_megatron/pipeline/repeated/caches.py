@@ -75,6 +75,17 @@ class Caches:
         without = [None if is_cache(value) else value for value in args]
         return tuple(without), {key: None if is_cache(value) else value for key, value in kwargs.items()}
 
+    def has(self, cache: Any) -> bool:
+        """Whether a cache is one of these."""
+        return any(one is cache for one in self.found)
+
+    def added_to(self, notes: Sequence[Grown]) -> list[tuple[Any, Any]]:
+        """Each cache that a call has added to, and the entry of it."""
+        return [
+            (self.found[note.cache], dict(_parts(self.found[note.cache]))[note.part].layers[note.layer])
+            for note in notes
+        ]
+
     def lengths(self) -> dict[tuple[int, str, int], int]:
         """Positions in each layer of each cache."""
         return {

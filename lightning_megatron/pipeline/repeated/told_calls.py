@@ -6,10 +6,15 @@ one thread for each device: there nodes collect the gradients of their outputs, 
 first, each followed by the code of the step before it::
 
     loss ─▶ code ─▶ layer 1: collected │ layer 1 goes back ─▶ code ─▶ layer 0: collected │ layer 0 goes back ─▶ ...
+
+Keys and values that a call leaves in a cache are read by a later call of the same layer, which the same stage computes.
+Their gradients stay there: what is read begins the later call's graph, and its gradient waits for the earlier call's
+backward. So that this comes, and on every stage, an empty number goes from call to call through autograd's graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,12 +52,46 @@ class Pass:
         counts: by layer, how often it was called.
         differentiates: whether the backward of the step runs.
         calls: to which gradients go back, in their order, where other micro-batches run meanwhile.
+        left: by layer, what its calls have left in caches.
     """
 
     micro_batch: int
     counts: dict[int, int] = field(default_factory=dict)
     differentiates: bool = False
     calls: list[ToldCall] = field(default_factory=list)
+    left: dict[int, list[LeftInCache]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class LeftInCache:
+    """Keys and values that the latest call of a layer has left in a cache.
+
+    Attributes:
+        call: that call.
+        cache: as this stage has it.
+        layers: entries of the cache that it, or an earlier one, has added to.
+        token: the empty number that the next call takes from it.
+    """
+
+    @staticmethod
+    def by(call: ToldCall, token: Tensor, read: Sequence[LeftInCache], added: Sequence[tuple[Any, Any]]) -> Any:
+        """One for each cache that a call has read or added to.
+
+        Args:
+            call: the latest.
+            token: of it.
+            read: what earlier calls had left.
+            added: caches, each with an entry that the call has added to.
+        """
+        entries = [(one.cache, layer) for one in read for layer in one.layers] + list(added)
+        caches = {id(cache): cache for cache, _ in entries}
+        layers = {at: {id(layer): layer for cache, layer in entries if id(cache) == at} for at in caches}
+        return [LeftInCache(call, cache, tuple(layers[at].values()), token) for at, cache in caches.items()]
+
+    call: ToldCall
+    cache: Any
+    layers: tuple[Any, ...]
+    token: Tensor
 
 
 class ToldCall:
@@ -73,6 +112,9 @@ class ToldCall:
         self.outputs: list[Tensor] | None = None
         self._inputs: list[Tensor] = []
         self._collected: list[Tensor | None] | None = None
+        self._read: list[tuple[ToldCall, Tensor, Tensor]] = []
+        self._owed: list[tuple[Tensor, Tensor]] = []
+        self.gives_token, self._tokens = False, 0
 
     def takes(self, given: list[Any]) -> list[Any]:
         """Arguments for the owner to compute with: its graph begins at them, and each may be written into."""
@@ -103,13 +145,30 @@ class ToldCall:
         self._taken = []
         self._follower.reads.add(self.name)
 
-    def gives(self, outputs: list[Tensor]) -> None:
-        """Keep the outputs whose gradients will arrive."""
-        self.outputs = outputs
+    def reads_left(self, left: Sequence[LeftInCache]) -> None:
+        """Begin the owner's graph at keys and values that earlier calls have left."""
+        for one in left:
+            for layer in one.layers:
+                for name in ("keys", "values"):
+                    tensor = getattr(layer, name, None)
+                    if isinstance(tensor, Tensor) and tensor.requires_grad:
+                        start = tensor.detach().requires_grad_()
+                        setattr(layer, name, start)
+                        self._read.append((one.call, tensor, start))
+
+    def gives(self, outputs: list[Tensor], tokens: int, *, leaves: bool) -> None:
+        """Keep the outputs whose gradients will arrive.
+
+        Args:
+            outputs: of the call.
+            tokens: how many empty numbers it takes, after its arguments.
+            leaves: whether it gives one, after its outputs.
+        """
+        self.outputs, self._tokens, self.gives_token = outputs, tokens, leaves
 
     def collects(self, inputs: list[Tensor]) -> None:
         """Wait for all gradients of the outputs, after which those of the inputs go on: no stage waits in autograd."""
-        self._inputs, self._collected = inputs, [None] * len(self.outputs or ())
+        self._inputs, self._collected = inputs, [None] * (len(self.outputs or ()) + self.gives_token)
 
     def arrive(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the outputs have come; gives those of the arguments, unless they go on later.
@@ -120,7 +179,7 @@ class ToldCall:
         if not self._follower.now.differentiates or torch.is_grad_enabled() or self.outputs is None:
             _refuse_gradient(self.name)
         if self._collected is None:
-            return self.backward(gradients)
+            return [*self.backward(gradients), *self._empty()]
         for place, gradient in enumerate(gradients):
             before = self._collected[place]
             self._collected[place] = before if gradient is None else gradient if before is None else before + gradient
@@ -134,10 +193,13 @@ class ToldCall:
             return
         self._follower.reach(self.owner)
         with torch.no_grad():
-            found = self.backward(tuple(collected))
+            found = [*self.backward(tuple(collected)), *self._empty()]
         pairs = [(one, gradient) for one, gradient in zip(inputs, found, strict=True) if gradient is not None]
         if pairs:
             torch.autograd.backward([one for one, _ in pairs], [g for _, g in pairs], retain_graph=True)
+
+    def _empty(self) -> list[Tensor]:
+        return [torch.zeros(()) for _ in range(self._tokens)]
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the arguments: computed by the owner, heard by the others."""
@@ -150,15 +212,19 @@ class ToldCall:
                 streams.go_to(drawn)
             return [found] if isinstance(found, Tensor) else list(found)
         follower.resume(self.at)
-        pairs = [
-            (one, gradient) for one, gradient in zip(outputs or (), gradients, strict=True) if gradient is not None
-        ]
+        arrived = zip(outputs or (), gradients[: len(outputs or ())], strict=True)
+        pairs = [(one, gradient) for one, gradient in arrived if gradient is not None] + self._owed
         position = streams.position()
         follower.computing += 1
         try:
-            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+            if pairs:
+                torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
         finally:
             follower.computing -= 1
+        for earlier, tensor, start in self._read:
+            if start.grad is not None:
+                earlier._owed.append((tensor, start.grad))
+        self._read, self._owed = [], []
         starts, self._starts = self._starts, []
         first = {id(start): place for place, start in reversed(list(enumerate(starts)))}
         grads = [start.grad if first[id(start)] == place else None for place, start in enumerate(starts)]
@@ -175,7 +241,8 @@ class CallNode(torch.autograd.Function):
     def forward(ctx: Any, call: ToldCall, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.told = call
         ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in call.outputs or ())
+        token = (torch.zeros(()),) if call.gives_token else ()
+        return *(output.detach() for output in call.outputs or ()), *token
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -34,7 +34,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.undo import Snapshot
 from lightning_megatron.pipeline.repeated.caches import Caches
 from lightning_megatron.pipeline.repeated.follower import CallFollower, Note
-from lightning_megatron.pipeline.repeated.told_calls import CallNode, Pass, ToldCall, goes_back
+from lightning_megatron.pipeline.repeated.told_calls import CallNode, LeftInCache, Pass, ToldCall, goes_back
 from lightning_megatron.pipeline.stage.calls import InnerCall, LayerCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor
 
@@ -133,6 +133,7 @@ class TrainingFollower(CallFollower):
         finally:
             now.differentiates = False
             now.calls.clear()
+            now.left.clear()
 
     def reach(self, owner: int) -> None:
         """See :meth:`CallFollower.reach`; other micro-batches run in between."""
@@ -202,7 +203,9 @@ class TrainingFollower(CallFollower):
             caches = Caches(args, kwargs, name)
             given, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
             inputs = [leaf for leaf in given if goes_back(leaf)] if torch.is_grad_enabled() else []
+            left = [one for one in self.now.left.get(unit, ()) if caches.has(one.cache) and torch.is_grad_enabled()]
             if owner == self.stage:
+                call.reads_left(left)
                 output, note = self._computed(call, runs, given, spec, caches)
                 known = note.grown == () and note.left is None and note.position is None
                 known = known and self._wants.get(unit) == note.wants
@@ -216,16 +219,26 @@ class TrainingFollower(CallFollower):
             wants = self._wants[unit] = note.wants if note is not None else self._wants[unit]
             leaves, out = pytree.tree_flatten(output, is_leaf=is_cache)
             if wants:
-                inputs = [plain(tensor) for tensor in inputs]
-                call.gives([leaves[place] for place in wants])
-                if self.groups is not None:
-                    call.collects(inputs)
-                    self.now.calls.append(call)
-                    inputs = []
-                anchor = torch.empty(0, requires_grad=True)
-                for place, tensor in zip(wants, CallNode.apply(call, anchor, *inputs), strict=True):
+                added = caches.added_to(note.grown) if note is not None else []
+                call.gives([leaves[place] for place in wants], len(left), leaves=bool(left or added))
+                for place, tensor in zip(wants, self._node(call, inputs, left, added), strict=False):
                     leaves[place] = tensor
             return pytree.tree_unflatten(leaves, out)
+
+    def _node(
+        self, call: ToldCall, inputs: list[Tensor], left: list[LeftInCache], added: list[tuple[Any, Any]]
+    ) -> tuple[Tensor, ...]:
+        """Tensors that a call gives, behind its node of autograd's graph."""
+        inputs, now = [*map(plain, inputs), *(one.token for one in left)], self.now
+        if self.groups is not None:
+            call.collects(inputs)
+            now.calls.append(call)
+            inputs = []
+        given: tuple[Tensor, ...] = CallNode.apply(call, torch.empty(0, requires_grad=True), *inputs)
+        if call.gives_token:
+            others = [one for one in now.left.get(call.unit, ()) if not any(one is read for read in left)]
+            now.left[call.unit] = others + LeftInCache.by(call, given[-1], left, added)
+        return given
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
