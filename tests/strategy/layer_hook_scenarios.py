@@ -74,6 +74,36 @@ EARLY: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+class Watched(TokenTask):
+    """Hooks that the constructor registers keep numbers of activations elsewhere, without their graph, for a log."""
+
+    def __init__(self) -> None:
+        super().__init__(Walker())
+        self.seen: dict[str, Tensor] = {}
+        for index, block in enumerate(self.net.blocks):
+            block.mlp[0].register_forward_hook(self._keep(f"output {index}"))
+            block.mlp[2].register_forward_pre_hook(lambda _, given, at=index: self._put(f"input {at}", given[0]))
+
+    def _put(self, name: str, activation: Tensor) -> None:
+        self.seen[name] = activation.detach().square().mean()
+
+    def _keep(self, name: str) -> Callable[..., None]:
+        return lambda layer, given, output: self._put(name, output)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log_dict(dict(self.seen))
+        return loss
+
+
+def watched(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers that hooks on layers have kept in the last step, as they are logged."""
+    torch.manual_seed(7)
+    trainer = trainer_for(info, layout, arguments, max_epochs=1, limit_val_batches=0)
+    trainer.fit(Watched())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
 def run(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """All weights after a few steps; on the first rank."""
     torch.manual_seed(7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import run_trainers
-from tests.parity.scenario import differences
+from tests.parity.scenario import compare_scenario, differences
 from tests.strategy import layer_hook_scenarios as layers
 from tests.strategy import whole_scenarios as hooks
 
@@ -121,3 +121,8 @@ def test_hooks_that_would_be_given_parts_are_refused(kind: str, complaint: str) 
     arguments = {"tensor_parallel_size": 2, "micro_batch_size": "auto"}
     for outcome in run_trainers(layers.run, (1, 1), arguments, kind, devices=2, check=False, grace=20.0):
         assert complaint in f"{outcome.error}{outcome.trace}{outcome.output}", outcome.rank
+
+
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=WIDE) for name in ("sp", "tp2xpp2"))])
+def test_numbers_that_hooks_on_layers_keep_for_a_log_are_of_all_features(layout: str) -> None:
+    compare_scenario(layers.watched, LAYOUTS[layout][0], **{"micro_batch_size": "auto", **LAYOUTS[layout][1]})

@@ -25,6 +25,7 @@ from lightning_megatron.parallelize.plan.source import check_styles, styles_of
 from lightning_megatron.parallelize.plan.styles import Style
 from lightning_megatron.parallelize.reading.divisible import divisible
 from lightning_megatron.parallelize.reading.heads import tensor_arguments
+from lightning_megatron.parallelize.reading.hooked import hooked_inside
 from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.parallelize.reading.kinds import is_attention
 from lightning_megatron.parallelize.reading.left_out import leaves_entries_out
@@ -194,7 +195,8 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
     for region in sorted(blueprint.regions, key=lambda region: order[region.row]):
         _check_sizes(module, region, parts)
         spread = leaves_entries_out(module, common_parent(region.members))
-        key = (_shape_key(module, region), bool(seen.intersection(region.columns)), spread)
+        hooked = bool(hooked_inside(module, region.members, region.scope))
+        key = (_shape_key(module, region), bool(seen.intersection(region.columns)), spread, hooked)
         if key in decided:
             settled.append(_like(decided[key], region))
         else:
@@ -222,6 +224,8 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
     if left := [name for name in region.columns if name in seen]:
         reason = f"the module computes something else from the output of {', '.join(map(repr, left))}"
         return _gathered_or_refused(module, blueprint, region, reason)
+    if name := hooked_inside(module, region.members, region.scope):
+        return _gathered_or_refused(module, blueprint, region, f"a hook on {name!r} needs what is whole")
     if place := leaves_entries_out(module, common_parent(region.members)):
         reason = f"code may call one of them without the other ({place})"
         return _gathered_or_refused(module, blueprint, region, reason)
