@@ -142,8 +142,8 @@ class Unread(Tensor):
         raise RuntimeError(
             f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so what it "
             "makes of all (a sum, gradients by them, weights of an inner loop) would be wrong. Use the optimizer's "
-            "`weight_decay` instead of a penalty in the loss, set flags (`requires_grad_`) in `on_train_batch_start`, "
-            "and use `pipeline_parallel_size=1` for anything else."
+            "`weight_decay` instead of a penalty in the loss; set flags (`requires_grad_`), and update a copy that "
+            "follows the weights, in `on_train_batch_start`; and use `pipeline_parallel_size=1` for anything else."
         )
 
 
