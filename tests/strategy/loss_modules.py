@@ -263,6 +263,20 @@ class InBatch(Task):
         return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
 
 
+class PairsApart(InBatch):
+    """Samples of one kind are drawn together; of two replicas each has one of each kind, and no pair."""
+
+    def samples(self) -> TensorDataset:
+        x, y = tokens(BATCH * 9)
+        y[:, 0] = torch.arange(len(y)) % (BATCH // 2)
+        return TensorDataset(x, y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(self(x).mean(1), dim=-1)
+        alike = (y[:, 0] == y[:, :1]) & ~torch.eye(len(y), dtype=torch.bool)
+        return z.square().mean() + torch.cdist(z, z).square()[alike].sum() / len(y)
+
+
 class Mixed(Task):
     """Each sample is mixed with the next one of the batch."""
 

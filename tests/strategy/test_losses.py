@@ -45,6 +45,7 @@ from tests.strategy.loss_modules import (
     LogsHits,
     LogsOthers,
     Noisy,
+    PairsApart,
     SetByFirstBatch,
     Task,
     tokens,
@@ -522,7 +523,7 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     losses, ways = Losses(), Ways()
     trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses, ways])
     refused = {key: build for key, (build, _) in REFUSED.items()}
-    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers, **SAMPLED}[name]()
+    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers, "pairs_apart": PairsApart, **SAMPLED}[name]()
     trainer.fit(module)
     strategy = trainer.strategy
     weights = strategy.full_state_dict() if isinstance(strategy, MegatronStrategy) else module.state_dict()

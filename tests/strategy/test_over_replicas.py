@@ -17,6 +17,7 @@ from lightning_megatron.strategy.data.joined_batches import in_order, joined_bat
 from lightning_megatron.strategy.loss.over_replicas import samples_in
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, count_as_one_process, differences, trainer_for
+from tests.strategy.loop_scenarios import fit
 from tests.strategy.loss_modules import UNLIKE_STEPS, WEIGHED, Unlike
 from tests.strategy.test_losses import trained
 
@@ -68,6 +69,23 @@ SAID = {
 def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
     found = run_trainers(trained, layout, name, arguments, devices=layout[0] * layout[1], check=False, grace=20.0)
     assert re.search(SAID[name], f"{found[0].error}{found[0].output}"), found[0].error
+
+
+@WIDE
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_that_pairs_of_samples_are_apart_is_said(layout: Layout) -> None:
+    found = run_trainers(trained, layout, "pairs_apart", UNCUT, devices=2 * layout[0], check=False, grace=20.0)
+    assert re.search(SAID["in_batch"], f"{found[0].error}{found[0].output}"), found[0].error
+
+
+@WIDE
+def test_that_losses_of_manual_optimization_are_not_tried_is_said() -> None:
+    found = run_trainers(fit, (1, 2), {}, "manual", {}, devices=2)
+    assert "`automatic_optimization=False`: losses of the 2 replicas count the same" in found[0].output
+    assert (
+        "count the same"
+        not in run_trainers(fit, (1, 2), {"whole_batch_loss": False}, "manual", {}, devices=2)[0].output
+    )
 
 
 @pytest.mark.everyday(1)

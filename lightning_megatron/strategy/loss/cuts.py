@@ -32,6 +32,7 @@ from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 from lightning_megatron.strategy.logs.joined import Joint
 from lightning_megatron.strategy.loss.counted import Counted
 from lightning_megatron.strategy.loss.once import OncePerBatch
+from lightning_megatron.strategy.loss.replicas_said import say_untried_by_hand
 from lightning_megatron.strategy.loss.skips import Asks, Skips
 from lightning_megatron.strategy.loss.trials.backward_trials import BackwardsOverReplicas, BackwardTrials
 from lightning_megatron.strategy.loss.trials.tries import LossTrials
@@ -95,6 +96,8 @@ class Cuts:
         self._says_weight = self._options.loss_weight is not None
         tries = self._options.whole_batch_loss is not False
         self._tries_uncut = tries and self._layout.data > 1 and context.module.automatic_optimization
+        if tries and self._layout.data > 1 and not context.module.automatic_optimization:
+            say_untried_by_hand(self._layout.data)
         self.weighs, self._unlike = self._says_weight and self._layout.data > 1, False
         self._loaders: Any = None
         self._refuses_turns: str | None = None

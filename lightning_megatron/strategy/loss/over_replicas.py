@@ -124,15 +124,19 @@ class OverReplicas:
         self._told, self._told_untried = set[Name](), False
         self._has_routers: bool | None = None
 
-    def pieces_of(self, batch: Any, *, apart: bool = False, say: bool = True) -> TriedParts | None:
+    def pieces_of(
+        self, batch: Any, *, apart: bool = False, rather: bool = False, say: bool = True
+    ) -> TriedParts | None:
         """The pieces to try of a batch that is not cut; ``None`` if nothing can be. Collective over the world.
 
         Args:
             batch: of this replica.
             apart: whether the parts have to be of two replicas.
+            rather: whether they should be, where replicas have few samples.
             say: whether to warn if nothing can be.
         """
-        found = self._pieces_of(batch, apart=apart)
+        found = self._pieces_of(batch, apart=True) if rather else None
+        found = found or self._pieces_of(batch, apart=apart)
         if found is None and say and not self._told_untried:
             self._told_untried = True
             warn_of_untried(self.group.size())

@@ -29,6 +29,20 @@ def warn_of_untried(replicas: int) -> None:
     )
 
 
+def say_untried_by_hand(replicas: int) -> None:
+    """Say that steps of manual optimization, which update in their middle, are not tried.
+
+    Args:
+        replicas: how many there are.
+    """
+    rank_zero_info(
+        f"`automatic_optimization=False`: losses of the {replicas} replicas count the same, as under DDP. That is one "
+        "process for means over samples; a mean over counted targets, pairs within a batch, or a scale made of a "
+        "gradient differs, and is not looked for in steps that update in their middle. `whole_batch_loss=False` says "
+        "that each replica's own is meant."
+    )
+
+
 def say_written_by_all(names: Iterable[Name], replicas: int) -> None:
     """Say that a pass on the samples of all replicas goes before each step.
 

@@ -140,7 +140,8 @@ class LossTrials:
         if cut:
             pieces = TriedParts(batch, list(parts), batch_size_of(batch))
         elif self.replicas is not None:
-            pieces = self.replicas.pieces_of(batch, apart=why == "counts", say=self._weigh is None)
+            rather = why == "time" and self._steps > 1  # may show what pairs of unlike samples do
+            pieces = self.replicas.pieces_of(batch, apart=why == "counts", rather=rather, say=self._weigh is None)
         due = self._steps >= self._next
         self._looks.add(look_of(batch))
         if self._phases is not None:
