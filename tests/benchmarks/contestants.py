@@ -17,8 +17,8 @@ from lightning_megatron.tools.rehearsal.meter import MemoryMeter, Metered
 from tests.benchmarks.model import Size, Task, make_batches
 from tests.harness import RankInfo, ReusedProcesses
 
-# Steps 1 and 8 also try what the loss of a batch is made of; the next trials are in steps 64 and 512.
-WARM_UP = 8
+# Steps 1 and 8 also try what the loss of a batch is made of, and up to step 16 others may; the next are 64 and 512.
+WARM_UP = 16
 
 
 @dataclass(frozen=True)

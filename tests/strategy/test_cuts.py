@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.strategy.loss.counted import Counted, weighs_otherwise
+from lightning_megatron.strategy.loss.counted import Counted, Untold, unlike_weights
 from lightning_megatron.strategy.loss.said import say_how_cut
 from tests.harness import run_trainers
 from tests.parity.scenario import differences
@@ -61,9 +61,9 @@ def test_graphs_over_replicas_run_whole_and_are_averaged(stages: int) -> None:
 def test_what_a_batch_counts_by_may_be_missing_in_another() -> None:
     labels, counted = torch.tensor([[1, -100], [2, 3]]), Counted(1, False, -100)
     assert counted.tells({"first": labels, "second": labels}) and not counted.tells({"first": labels})
-    assert not weighs_otherwise([counted], None, {"first": labels}, [{"first": labels[:1]}, {"first": labels[1:]}])
+    assert not unlike_weights([counted], None, {"first": labels}, [{"first": labels[:1]}, {"first": labels[1:]}])
     parts = [{"first": labels[:1], "second": labels[:1]}, {"first": labels[1:], "second": labels[1:]}]
-    assert weighs_otherwise([counted], None, {"first": labels, "second": labels}, parts)
+    assert unlike_weights([counted], None, {"first": labels, "second": labels}, parts)
 
 
 def test_else_the_error_says_how_the_batch_was_cut_and_what_to_do() -> None:
@@ -88,3 +88,14 @@ def test_code_that_counts_on_the_whole_batch_is_told_how_to_keep_it_whole(error:
     say_how_cut(error, torch.zeros(8, 2), 4)
     (note,) = error.__notes__
     assert "counts on all of them (`x.view(8, -1)`), set `micro_batch_size=8` or more" in note
+
+
+def test_batches_that_count_a_little_otherwise_are_tried_less_and_less() -> None:
+    way, untold = Counted(0, False, 0), Untold()
+    assert all(untold.may_tell({way: 0.01}, step) for step in range(1, 17))
+    assert not untold.may_tell({}, 17) and not untold.may_tell({way: 0.01}, 17) and not untold.may_tell({way: 0.02}, 18)
+    assert untold.may_tell({way: 0.03}, 18) and not untold.may_tell({way: 0.06}, 19)
+    assert [step for step in range(19, 200) if untold.may_tell({way: 0.01}, step)] == [36, 72, 144]
+    assert untold.may_tell(
+        {way: 0.01, Counted(0, False, -100): 0.001}, 200
+    )  # which counts otherwise for the first time

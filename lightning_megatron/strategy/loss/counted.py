@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ IGNORED = (-100, -1, 0)  # torch's `ignore_index`, another usual one, and what m
 _WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
 _MOST = 48  # candidates
 _CONSTANTS = 3  # of a step, that are tried as well
+_ALL_TRIED = 16  # steps in which every batch is tried that may tell ways of counting apart
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,55 @@ class Extremes:
         return found
 
 
-def weighs_otherwise(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> bool:
-    """Whether counting would give the micro-batches of this batch other weights than those in use."""
+def unlike_weights(ways: Sequence[Counted], used: Any, batch: Any, parts: Sequence[Any]) -> dict[Counted, float]:
+    """Ways of counting that give the micro-batches of this batch other weights than those in use, and by how much.
+
+    Args:
+        ways: of counting.
+        used: what weighs now.
+        batch: the whole.
+        parts: its micro-batches.
+
+    Returns:
+        Largest difference of a share, by way; only where there is one.
+    """
     if not _some_tell({*ways, used}, tensors_of(batch)):
-        return False
+        return {}
     weigh: Callable[[Any], float] = used if isinstance(used, Counted) else batch_size_of
     weights, tensors = _shares([weigh(part) for part in parts]), len(tensors_of(batch))
-    return any(_shares([way(part) for part in parts]) != weights for way in ways if way.place < tensors)
+    each = {way: _shares([way(part) for part in parts]) for way in ways if way.place < tensors}
+    return {
+        way: max((abs(a - b) for a, b in zip(shares, weights, strict=False)), default=1.0)
+        for way, shares in each.items()
+        if shares != weights
+    }
+
+
+class Untold:
+    """Ways of counting that weighed a batch otherwise than the one in use, and that its trial did not tell apart.
+
+    A trial tells by the loss, which is off by the difference of the weights times that of the parts' losses. The latter
+    grows in the first steps, which are all tried. Later, tokens with the number 0 are in nearly every text, so that
+    "not 0" counts a little otherwise in nearly every batch: such a batch is tried again where it weighs twice as unlike
+    as any that was tried, or after twice as many steps.
+    """
+
+    def __init__(self) -> None:
+        self._tried: dict[Counted, tuple[float, int]] = {}
+
+    def may_tell(self, unlike: Mapping[Counted, float], step: int) -> bool:
+        """Whether a trial of this batch may tell what earlier ones did not; taken for tried, if so.
+
+        Args:
+            unlike: by how much each way weighs it otherwise.
+            step: number of this one.
+        """
+        tried = {way: self._tried.get(way, (0.0, 0)) for way in unlike}
+        new = (by > 2 * tried[way][0] or step >= 2 * tried[way][1] for way, by in unlike.items())
+        if not unlike or (step > _ALL_TRIED and not any(new)):
+            return False
+        self._tried |= {way: (max(by, tried[way][0]), step) for way, by in unlike.items()}
+        return True
 
 
 def _some_tell(ways: Collection[Any], tensors: Sequence[Tensor]) -> bool:

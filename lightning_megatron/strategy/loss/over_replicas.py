@@ -142,8 +142,8 @@ class OverReplicas:
             warn_of_untried(self.group.size())
         return found
 
-    def count_otherwise(self, ways: Sequence[Counted], used: Callable[[Any], float], batch: Any) -> bool:
-        """Whether counting in one of some ways would give the replicas other weights. Collective over them.
+    def unlike_weights(self, ways: Sequence[Counted], used: Callable[[Any], float], batch: Any) -> dict[Counted, float]:
+        """Ways of counting that would give the replicas other weights, and by how much. Collective over them.
 
         The same message tells what the batches of all replicas count together, by the way that weighs now
         (:attr:`counted`, until the next step).
@@ -152,6 +152,9 @@ class OverReplicas:
             ways: of counting.
             used: what weighs now.
             batch: of this replica.
+
+        Returns:
+            Largest relative difference, by way; only where there is one; alike on all replicas.
         """
         weight = used(batch)
         known = tensors_of(batch)
@@ -161,7 +164,8 @@ class OverReplicas:
         rows = raw_all_gather(row, 0, self.group).cpu()
         self.counted = used, float(rows[:, 0].sum())
         lowest, highest = rows[:, 1:].amin(0), rows[:, 1:].amax(0)
-        return bool((highest - lowest > 1e-9 * highest).any())
+        unlike = ((highest - lowest) / highest.abs().clamp(min=1e-9)).tolist()
+        return {way: by for way, by in zip(ways, unlike, strict=True) if by > 1e-9}
 
     def own_values(
         self, tried: Tried, kinds: Mapping[Name, Kinds], traces: Traces, *, gathers: bool, cut: bool

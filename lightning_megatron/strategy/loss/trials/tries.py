@@ -44,7 +44,7 @@ from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.class_weights import bind, class_weights_of
-from lightning_megatron.strategy.loss.counted import Counted, Extremes, weighs_otherwise
+from lightning_megatron.strategy.loss.counted import Counted, Extremes, Untold, unlike_weights
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
@@ -89,7 +89,7 @@ class LossTrials:
         self._keys: set[str] = set()
         self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
         self._rounds = context.mesh.layout.tensor * context.mesh.layout.context > 1  # numbers, each rank otherwise
-        self._extremes, self._beyond = Extremes(), cast("int | None", None)
+        self._extremes, self._beyond, self._untold = Extremes(), cast("int | None", None), Untold()
         self._weigh = context.options.loss_weight
         stays = context.options.whole_batch_loss is True
         self.reading = Reading({} if self._weigh is None else {self._weigh: 0.0}, stays=stays)
@@ -229,10 +229,9 @@ class LossTrials:
         if (len(parts) == 1 or self.reading.whole) and self.replicas is not None:
             way = self.reading.way
             used: Callable[[Any], float] = way if isinstance(way, Counted) else batch_size_of
-            otherwise = self.replicas.count_otherwise(counts, used, batch)
-            self._asked += otherwise
-            return otherwise and self._asked < _UNSETTLED
-        other = self._beyond is not None or weighs_otherwise(counts, self.reading.way, batch, parts)
+            return self._untold.may_tell(self.replicas.unlike_weights(counts, used, batch), self._steps)
+        unlike = unlike_weights(counts, self.reading.way, batch, parts)
+        other = self._untold.may_tell(unlike, self._steps) or self._beyond is not None
         differs = torch.tensor(int(other), device=self._device)
         if self._mesh.layout.data > 1:
             differs = raw_all_reduce(differs, self._mesh.group("data_parallel"), maximum=True)
