@@ -25,6 +25,7 @@ from lightning_megatron.mesh.parts.names import leaf_of, outwards, parent
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.mesh.parts.syntax import definition_in, place_in
 
+_HOOKS = ("__init__", "setup", "teardown", "on_", "configure_")  # begin names of methods that run no step
 _ENDS = (ast.If, ast.IfExp, ast.Match, ast.Break, ast.Continue)
 
 
@@ -47,7 +48,8 @@ def leaves_entries_out(module: nn.Module, name: str) -> str:
 def _codes_of(kind: type) -> Iterator[CodeType]:
     for owner in kind.__mro__:
         if not comes_from(owner, *FRAMEWORKS, "builtins"):
-            for method in vars(owner).values():
+            methods = [method for name, method in vars(owner).items() if not name.startswith(_HOOKS)]
+            for method in methods:
                 code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
                 if code is not None:
                     yield code
