@@ -50,7 +50,7 @@ from tests.strategy.loss_modules import (
     Task,
     tokens,
 )
-from tests.strategy.test_step import CPU, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
+from tests.strategy.test_step import CPU, ENGINES, engine_of, gradients, mesh, run  # noqa: F401  (a fixture)
 
 BATCHES = [tokens(8), tokens(7, seed=1), tokens(8, seed=2)]
 
@@ -81,6 +81,7 @@ def _cut_on_one_rank(module: Task, mesh: ParallelMesh, chunks: int, **options: A
     presence = Presence.of_stage(module, partition, 0, {}, 0)
     stage = Stage(module, partition, presence, CPU, streams)
     engine = StepEngine(module, mesh, CPU, stage, presence, streams, TensorState(), given)
+    ENGINES.append(engine)
     engine.model_gradients.prepare(
         {}, [torch.optim.SGD(module.parameters(), lr=0.1)], whole=False, reads_gradients=False
     )

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Accumulation
 
 CPU = torch.device("cpu")
+ENGINES: list[StepEngine] = []  # of the test that runs: what they have replaced is given back when it ends
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def mesh() -> Iterator[ParallelMesh]:
     """A world of this process alone."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield build_mesh(resolve_layout(1), "cpu")
+    while ENGINES:
+        ENGINES.pop().close()
     distributed.destroy_process_group()
 
 
@@ -74,6 +77,7 @@ def engine_of(module: LightningModule, mesh: ParallelMesh, **options: Any) -> St
     """The engine as a run would have it, with gradients set up."""
     presence, streams = Presence.uncut(module, {}), SegmentStreams(CPU, 0, 7)
     engine = StepEngine(module, mesh, CPU, None, presence, streams, TensorState(), Options(**options).engine())
+    ENGINES.append(engine)
     if engine.sums_gradients:
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
         engine.model_gradients.prepare({}, optimizers, whole=False, reads_gradients=False)
