@@ -194,13 +194,12 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
     seen = seen_outside(blueprint.regions, blueprint.trace)
     for region in sorted(blueprint.regions, key=lambda region: order[region.row]):
         _check_sizes(module, region, parts)
-        spread = leaves_entries_out(module, common_parent(region.members))
-        hooked = bool(hooked_inside(module, region.members, region.scope))
-        key = (_shape_key(module, region), bool(seen.intersection(region.columns)), spread, hooked)
+        apart = _why_apart(module, region)
+        key = (_shape_key(module, region), bool(seen.intersection(region.columns)), apart)
         if key in decided:
             settled.append(_like(decided[key], region))
         else:
-            decided[key] = _settle_one(module, blueprint, region, parts, seen)
+            decided[key] = _settle_one(module, blueprint, region, parts, seen, apart)
             settled.append(decided[key])
     settled = [region for region in settled if _can_be_gathered(module, blueprint, region, parts)]
     settled = regather_shared(settled, blueprint.trace, functools.partial(_gathered_or_refused, module, blueprint))
@@ -214,7 +213,17 @@ def _settle_regions(module: nn.Module, blueprint: Blueprint, parts: int) -> None
             blueprint.styles[region.row] = Style.ROWWISE_SPLIT_INPUT if region.gathered else Style.ROWWISE
 
 
-def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: int, seen: set[str]) -> Region:
+def _why_apart(module: nn.Module, region: Region) -> str:
+    """Why the layers of a region take and give whole tensors, whatever a trial would show; or ""."""
+    if name := hooked_inside(module, region.members, region.scope):
+        return f"a hook on {name!r} needs what is whole"
+    place = leaves_entries_out(module, common_parent(region.members))
+    return f"code may call one of them without the other ({place})" if place else ""
+
+
+def _settle_one(
+    module: nn.Module, blueprint: Blueprint, region: Region, parts: int, seen: set[str], apart: str
+) -> Region:
     if region.gathered:
         return region
     others = [name for name in region.others if blueprint.styles.get(name) is not Style.MLA_KV_A_PROJ]
@@ -224,11 +233,8 @@ def _settle_one(module: nn.Module, blueprint: Blueprint, region: Region, parts: 
     if left := [name for name in region.columns if name in seen]:
         reason = f"the module computes something else from the output of {', '.join(map(repr, left))}"
         return _gathered_or_refused(module, blueprint, region, reason)
-    if name := hooked_inside(module, region.members, region.scope):
-        return _gathered_or_refused(module, blueprint, region, f"a hook on {name!r} needs what is whole")
-    if place := leaves_entries_out(module, common_parent(region.members)):
-        reason = f"code may call one of them without the other ({place})"
-        return _gathered_or_refused(module, blueprint, region, reason)
+    if apart:
+        return _gathered_or_refused(module, blueprint, region, apart)
     packed: bool | None = None
     if blueprint.source == "argument":
         packed = any(blueprint.styles[name] is Style.PACKED_COLWISE for name in region.columns)

@@ -73,25 +73,27 @@ class LeftInCache:
         token: the empty number that the next call takes from it.
     """
 
-    @staticmethod
-    def by(call: ToldCall, token: Tensor, read: Sequence[LeftInCache], added: Sequence[tuple[Any, Any]]) -> Any:
-        """One for each cache that a call has read or added to.
-
-        Args:
-            call: the latest.
-            token: of it.
-            read: what earlier calls had left.
-            added: caches, each with an entry that the call has added to.
-        """
-        entries = [(one.cache, layer) for one in read for layer in one.layers] + list(added)
-        caches = {id(cache): cache for cache, _ in entries}
-        layers = {at: {id(layer): layer for cache, layer in entries if id(cache) == at} for at in caches}
-        return [LeftInCache(call, cache, tuple(layers[at].values()), token) for at, cache in caches.items()]
-
     call: ToldCall
     cache: Any
     layers: tuple[Any, ...]
     token: Tensor
+
+
+def left_by(
+    call: ToldCall, token: Tensor, read: Sequence[LeftInCache], added: Sequence[tuple[Any, Any]]
+) -> list[LeftInCache]:
+    """One for each cache that a call has read or added to.
+
+    Args:
+        call: the latest.
+        token: of it.
+        read: what earlier calls had left.
+        added: caches, each with an entry that the call has added to.
+    """
+    entries = [(one.cache, layer) for one in read for layer in one.layers] + list(added)
+    caches = {id(cache): cache for cache, _ in entries}
+    layers = {at: {id(layer): layer for cache, layer in entries if id(cache) == at} for at in caches}
+    return [LeftInCache(call, cache, tuple(layers[at].values()), token) for at, cache in caches.items()]
 
 
 class ToldCall:

@@ -34,7 +34,7 @@ from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.undo import Snapshot
 from lightning_megatron.pipeline.repeated.caches import Caches
 from lightning_megatron.pipeline.repeated.follower import CallFollower, Note
-from lightning_megatron.pipeline.repeated.told_calls import CallNode, LeftInCache, Pass, ToldCall, goes_back
+from lightning_megatron.pipeline.repeated.told_calls import CallNode, LeftInCache, Pass, ToldCall, goes_back, left_by
 from lightning_megatron.pipeline.stage.calls import InnerCall, LayerCall
 from lightning_megatron.pipeline.stage.cursor import StageCursor
 
@@ -237,7 +237,7 @@ class TrainingFollower(CallFollower):
         given: tuple[Tensor, ...] = CallNode.apply(call, torch.empty(0, requires_grad=True), *inputs)
         if call.gives_token:
             others = [one for one in now.left.get(call.unit, ()) if not any(one is read for read in left)]
-            now.left[call.unit] = others + LeftInCache.by(call, given[-1], left, added)
+            now.left[call.unit] = others + left_by(call, given[-1], left, added)
         return given
 
     @contextmanager

@@ -41,7 +41,7 @@ class LogReplay:
             self(module, logs.own)
         for key, row in zip(logs.keys, logs.rows.unbind() if logs.keys else (), strict=True):
             size = int(row[2])
-            self.one(module, key, row[0].clone(), size if size >= 0 else None)
+            self.one(module, key, row[0].to(key.dtype, copy=True), size if size >= 0 else None)
 
     def one(self, module: pl.LightningModule, key: LogKey, value: Tensor, batch_size: int | None) -> None:
         """Log one key.

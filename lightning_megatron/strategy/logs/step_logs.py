@@ -337,16 +337,15 @@ class LogRecorder:
         for place, record in records.items():
             how, source = self._how(record), record.source
             size: Any = record.batch_size
+            weight = sum(_weights(record, how))
             if place in joined:
                 value, size = joined[place]
                 values.append(torch.tensor(float(value), dtype=torch.float64, device=device))
-                weight = float(size if size is not None else 1.0)
-                if isinstance(how, Mean):
-                    weight = sum(_weights(record, how))
+                if not isinstance(how, Mean):
+                    weight = float(size if size is not None else 1.0)
             else:
                 whole = None if source is None or gather is not None else _whole(source, None)
                 values.append(self._value(record, how, device) if whole is None else whole.to(device, torch.float64))
-                weight = sum(_weights(record, how))
                 if source is not None and gather is not None:
                     later[len(keys)] = partial(_whole, source)
             beside.append((weight, -1.0 if size is None else float(size)))

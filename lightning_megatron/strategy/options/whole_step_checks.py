@@ -63,7 +63,7 @@ def _check_over_tensor_ranks(optimizers: Sequence[Optimizer], module: nn.Module,
             raise MisconfigurationException(
                 f"`training_step` calls `{name}` of {kind}, which needs {_NEEDS}: over `tensor_parallel_size={ranks}` "
                 "ranks its `step` finds whole parameters, but its other methods find slices. Give `step` a closure, "
-                f"as in `optimizer.step(closure)`, or use `tensor_parallel_size=1`."
+                "as in `optimizer.step(closure)`, or use `tensor_parallel_size=1`."
             )
         groups = [group["params"] for group in optimizer.param_groups]
         for name, value in vars(optimizer).items():
