@@ -30,6 +30,7 @@ from lightning_megatron.data_parallel.update.host_plan import HostPlan
 from lightning_megatron.data_parallel.update.kept_state import KeptState
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate
+from lightning_megatron.data_parallel.update.step_hooks import StepHooks
 from lightning_megatron.data_parallel.update.whole_matrices import whole_matrices
 from lightning_megatron.data_parallel.update.whole_steps import WholeSteps
 from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spread_parameters
@@ -92,7 +93,7 @@ class ModelGradients:
         self.windows: StepWindows | None = None
         self._kept = KeptState(module, tensor, self._place)
         self.buckets: GradientBuckets | None = None
-        self.updates: dict[int, PiecewiseUpdate | WholeSteps] = {}
+        self.updates: dict[int, StepHooks] = {}
         self._hooked: HookedGradients | None = None
         self._kinds = {"each": False, "keeps": False}
 
@@ -186,8 +187,8 @@ class ModelGradients:
         options = self.options
         lowered = lowered_parameters(self._module, options.layer_dtype)
         gathers = whole and not self._tensor.is_trivial and not together
-        if together:
-            self._step_together(optimizers)
+        self._kept.together = self._steps_on_wholes(optimizers) if together else {}
+        self.updates |= self._kept.together
         if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect or host):
             self.local = LocalGradients(parameters.values())
             return
@@ -221,14 +222,13 @@ class ModelGradients:
                 means = self._late, wholes, host.steps(optimizer) if host else None
                 self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, *means)
 
-    def _step_together(self, optimizers: Sequence[Optimizer]) -> None:
+    def _steps_on_wholes(self, optimizers: Sequence[Optimizer]) -> dict[int, WholeSteps]:
         names, group = parameter_names(self._module), self._mesh.group("tensor_parallel")
 
         def parts_of(parameter: nn.Parameter) -> ParameterParts | None:
             return self._tensor.parts_of(names[id(parameter)]) if id(parameter) in names else None
 
-        self._kept.together = {id(each): WholeSteps(each, group, parts_of) for each in optimizers}
-        self.updates |= self._kept.together
+        return {id(each): WholeSteps(each, group, parts_of) for each in optimizers}
 
     def _shards(self, holders: Holders) -> bool:
         """Whether those who hold a parameter share its optimizer's work; copies of experts lie on tensor ranks too."""

@@ -24,6 +24,23 @@ class Repeating(torch.optim.SGD):
         return super().step(closure)
 
 
+class ByMark(torch.optim.SGD):
+    """Divides the gradients of marked parameters by their norms."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if getattr(parameter, "as_matrix", False):
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+def test_attributes_of_parameters_are_tried() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5, 3))]
+    assert independence_of(ByMark(parameters, lr=0.1), torch.device("cpu")) is Independence.ELEMENT
+    parameters[1].as_matrix = True  # type: ignore[attr-defined]
+    assert independence_of(ByMark(parameters, lr=0.1), torch.device("cpu")) is Independence.PARAMETER
+
+
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [

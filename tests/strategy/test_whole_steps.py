@@ -23,6 +23,10 @@ WIDE = pytest.mark.wide
         pytest.param("wolfe", 2, {"tensor_parallel_size": 2, "sequence_parallel": True}, {}, marks=WIDE),
         pytest.param("coupled", 1, {"tensor_parallel_size": 2}, {"gradient_clip_val": 0.1}, marks=WIDE),
         pytest.param("coupled", 2, {"tensor_parallel_size": 2}, {}, marks=WIDE),
+        ("marked", 2, {}, {}),
+        pytest.param("marked", 2, {"weight_sharding": True}, {}, marks=WIDE),
+        pytest.param("marked", 2, {"tensor_parallel_size": 2}, {}, marks=WIDE),
+        pytest.param("marked, coupled", 1, {"tensor_parallel_size": 2}, {}, marks=WIDE),
         pytest.param("coupled", 1, {"tensor_parallel_size": 2, "context_parallel_size": 2}, {}, marks=WIDE),
     ],
     ids=str,
@@ -31,7 +35,7 @@ def test_an_optimizer_of_all_parameters_together_is_that_of_one_process(
     kind: str, data: int, arguments: dict[str, Any], options: dict[str, Any]
 ) -> None:
     expected = run_trainers(whole_steps.fit, None, {}, kind, options, devices=1)[0].value
-    devices = data * arguments["tensor_parallel_size"] * arguments.get("context_parallel_size", 1)
+    devices = data * arguments.get("tensor_parallel_size", 1) * arguments.get("context_parallel_size", 1)
     for outcome in run_trainers(whole_steps.fit, (1, data), arguments, kind, options, devices=devices):
         found = list(differences("metrics", outcome.value[0], expected[0], 1e-9))
         assert not found and outcome.value[1] == expected[1], f"rank {outcome.rank}: " + "\n".join(found[:10])

@@ -73,6 +73,24 @@ class Coupled(Optimizer):
         return loss
 
 
+class Marked(Optimizer):
+    """Steps by a factor that each parameter carries; by the norm of the whole gradient, if ``coupled``."""
+
+    def __init__(self, parameters: Any, *, coupled: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.coupled = coupled
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in members]).norm() if self.coupled else 1.0
+            for p in members:
+                p.sub_(group["lr"] * getattr(p, "scale", 1.0) * p.grad / norm)
+        return loss
+
+
 class ListApart(Coupled):
     """Goes through a list of its own."""
 
@@ -103,6 +121,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "wolfe": lambda parameters: LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
     "around another": AroundAnother,
     "coupled": Coupled,
+    "marked": lambda parameters: Marked(parameters, coupled=False),
+    "marked, coupled": lambda parameters: Marked(parameters, coupled=True),
     "list apart": ListApart,
     "another way": ByAnotherWay,
 }
@@ -114,7 +134,16 @@ class Together(TokenTask):
     def __init__(self, kind: str) -> None:
         super().__init__(LearnedPositions())
         self.kind = kind
+        for place, parameter in enumerate(self.parameters()):
+            parameter.scale = 1.0 + 0.3 * place  # type: ignore[attr-defined]
         next(p for name, p in self.named_parameters() if name.endswith("bias")).requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.token.scale = 1.0 + batch_idx  # type: ignore[attr-defined]
+
+    @property
+    def token(self) -> nn.Parameter:
+        return next(p for name, p in self.named_parameters() if name.endswith("weight"))
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.parameters())

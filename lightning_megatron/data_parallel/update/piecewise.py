@@ -18,7 +18,6 @@ cut down to the pieces at the next step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain, compress
 from typing import Any
@@ -31,10 +30,11 @@ from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.hosted_steps import HostedSteps
 from lightning_megatron.data_parallel.update.late_gather import LateGather
+from lightning_megatron.data_parallel.update.step_hooks import StepHooks, carry_marks
 from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices
 
 
-class PiecewiseUpdate:
+class PiecewiseUpdate(StepHooks):
     """Makes one optimizer update this rank's pieces, by hooks around its ``step`` and ``state_dict``.
 
     Args:
@@ -53,27 +53,11 @@ class PiecewiseUpdate:
         wholes: WholeMatrices | None = None,
         hosted: HostedSteps | None = None,
     ) -> None:
+        super().__init__(optimizer)
         self._late, self._wholes, self._hosted = late, wholes, hosted
-        self._optimizer = optimizer
         self._buckets = buckets
-        self._parameters: list[list[nn.Parameter]] | None = None
         self._narrowed: list[Bucket] = []
         self._skips = False
-        self._steps = 0  # under way: the `step` of a subclass may call that of its parent, which has hooks of its own
-        self._state: Any = None
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        optimizer.register_state_dict_pre_hook(self._before_state_dict)
-        optimizer.register_state_dict_post_hook(self._after_state_dict)
-
-    def close(self) -> None:
-        """Put the parameters back and remove the hooks around ``step``; the state stays that of the pieces."""
-        self.restore()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def skip(self) -> None:
         """Skip the update of the step under way: weights and optimizer state stay as they are."""
@@ -96,8 +80,7 @@ class PiecewiseUpdate:
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """Yield each parameter of the optimizer that has a piece on this rank, and the piece."""
-        groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
-        for parameter in (p for group in groups for p in group):
+        for parameter in (p for group in self._members() for p in group):
             piece = self._buckets.piece_of(parameter)
             if piece is not None:
                 yield parameter, piece
@@ -109,7 +92,7 @@ class PiecewiseUpdate:
             RuntimeError: the optimizer made state for a slice of a matrix that it updates as a whole.
         """
         state = self._optimizer.state
-        groups = self._parameters or [group["params"] for group in self._optimizer.param_groups]
+        groups = self._members()
         held = set(map(id, state)).intersection(map(id, chain.from_iterable(groups)))
         for parameter in chain.from_iterable(groups) if held else ():
             if id(parameter) not in held:
@@ -121,18 +104,11 @@ class PiecewiseUpdate:
                 if piece is not None and key is not None:
                     state[key] = {name: _cut(value, parameter, piece, key) for name, value in values.items()}
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._steps += 1
-        if self._steps > 1:
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._enter()
-            return None
-        entering = _EnteringClosure(closure, self._enter)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": entering}
-        return (args[0], entering, *args[2:]), kwargs
+    def _begin(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        if closure is not None:
+            return _EnteringClosure(closure, self._enter)
+        self._enter()
+        return None
 
     def _enter(self) -> None:
         if self._late is not None:
@@ -150,6 +126,8 @@ class PiecewiseUpdate:
             self._wholes.gather(list(self.pieces()))
         for group in self._optimizer.param_groups:
             found = [] if self._skips else [self._update_of(parameter) for parameter in group["params"]]
+            if not self._skips:
+                carry_marks(group["params"], found)
             group["params"] = [update for update in found if update is not None]
         if self._hosted is not None and not self._skips:
             self._hosted.begin(touched)
@@ -191,10 +169,7 @@ class PiecewiseUpdate:
                 "pass `optimizer_sharding=False`."
             )
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps -= 1
-        if self._steps > 0:
-            return
+    def _finish(self) -> None:
         self._check_seen()
         if self._wholes is not None:
             self._wholes.scatter()
@@ -212,16 +187,10 @@ class PiecewiseUpdate:
             for bucket in buckets:
                 bucket.finish_gather()
 
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Key the state of pieces by the parameters in the groups, which ``state_dict`` numbers."""
+    def _keys(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
         self.cut_state()
-        self._state, own = optimizer.state, dict(optimizer.state)
-        keys = [(parameter, key_of(parameter, piece, self._wholes)) for parameter, piece in self.pieces()]
-        named = {parameter: own.pop(key) for parameter, key in keys if key is not None and key in own}
-        optimizer.state = defaultdict(dict, own | named)
-
-    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        optimizer.state, self._state = self._state, None
+        for parameter, piece in self.pieces():
+            yield parameter, key_of(parameter, piece, self._wholes)
 
     def _touched_buckets(self) -> list[Bucket]:
         """Buckets in which a parameter of this optimizer got a gradient on any rank; the same list on all ranks."""

@@ -15,12 +15,13 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.data_parallel.update.step_hooks import marks_of
 from lightning_megatron.data_parallel.update.substeps import SubSteps
 from lightning_megatron.mesh.messages.collectives import world_maximum
 
@@ -28,6 +29,7 @@ _SHAPE = (4, 6)
 _CUTS = (5, 12)
 _STEPS = 3
 _RATE = 1e-2
+_KINDS = 8  # of attributes in a group, that are tried
 
 
 class Independence(Enum):
@@ -71,22 +73,18 @@ def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:
     """
     if not any(group["params"] for group in optimizer.param_groups):
         return Independence.ELEMENT
-    groups = len(optimizer.param_groups)
-    generator = torch.Generator().manual_seed(0)
-    start = [_numbers(generator, device) for _ in range(2 * groups)]
-    grads = [[_numbers(generator, device) for _ in range(2 * groups)] for _ in range(_STEPS)]
-    pairs = [[2 * group, 2 * group + 1] for group in range(groups)]
+    tried = _Matrices.of(optimizer, device)
     try:
-        together = _train(optimizer, pairs, start, grads)
-        halves = [_train(optimizer, [[pair[side]] for pair in pairs], start, grads) for side in (0, 1)]
+        together = _train(optimizer, tried)
+        halves = [_train(optimizer, tried.side(side)) for side in (0, 1)]
     except Exception:  # it needs a closure, or something else that only the user's training loop provides
         return Independence.NONE
     apart = {index: value for half in halves for index, value in half.items()}
-    moved = any(not torch.equal(together[index], start[index].flatten()) for index in together)
+    moved = any(not torch.equal(together[index], tried.start[index].flatten()) for index in together)
     if not (moved and _alike(together, apart)):  # one that moves nothing has its parameters from elsewhere (LBFGS)
         return Independence.NONE
     try:
-        pieces = _train(optimizer, pairs, start, grads, cut=True)
+        pieces = _train(optimizer, tried, cut=True)
     except Exception:  # it does not accept 1-d parameters
         return Independence.PARAMETER
     return Independence.ELEMENT if _alike(together, pieces) else Independence.PARAMETER
@@ -94,13 +92,9 @@ def independence_of(optimizer: Optimizer, device: torch.device) -> Independence:
 
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Whether a step on some of the parameters, and then on the others, equals one step; tried on a copy."""
-    groups = len(optimizer.param_groups)
-    generator, device = torch.Generator().manual_seed(0), torch.device("cpu")
-    start = [_numbers(generator, device) for _ in range(2 * groups)]
-    grads = [[_numbers(generator, device) for _ in range(2 * groups)] for _ in range(_STEPS)]
-    pairs = [[2 * group, 2 * group + 1] for group in range(groups)]
+    tried = _Matrices.of(optimizer, torch.device("cpu"))
     try:
-        whole, parts = (_train(optimizer, pairs, start, grads, by_halves=halves) for halves in (False, True))
+        whole, parts = (_train(optimizer, tried, by_halves=halves) for halves in (False, True))
     except Exception:  # as above
         return False
     return all(torch.equal(whole[index], parts[index]) for index in whole)
@@ -130,36 +124,63 @@ def seconds_of(optimizer: Optimizer, elements: int, rounds: int = 3) -> float:
     return best
 
 
+class _Matrices(NamedTuple):
+    """Matrices that a copy of an optimizer is tried on.
+
+    Attributes:
+        members: per parameter group, indices of its matrices.
+        start: initial values of the matrices.
+        grads: per step, gradients of the matrices.
+        marks: attributes of the matrices, as the user has set them on parameters.
+    """
+
+    members: list[list[int]]
+    start: list[Tensor]
+    grads: list[list[Tensor]]
+    marks: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, device: torch.device) -> _Matrices:
+        """Two for each group of an optimizer and each kind of attributes that parameters in it have."""
+        members: list[list[int]] = []
+        marks: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            kinds = {repr(sorted(found.items())): found for found in map(marks_of, group["params"])}
+            chosen = [*kinds.values()][:_KINDS] or [{}]
+            members.append(list(range(len(marks), len(marks) + 2 * len(chosen))))
+            marks += [kind for kind in chosen for _ in range(2)]
+        generator = torch.Generator().manual_seed(0)
+        start = [_numbers(generator, device) for _ in marks]
+        return cls(members, start, [[_numbers(generator, device) for _ in marks] for _ in range(_STEPS)], marks)
+
+    def side(self, side: int) -> _Matrices:
+        """Every second matrix of each group."""
+        return self._replace(members=[group[side::2] for group in self.members])
+
+
 def _numbers(generator: torch.Generator, device: torch.device) -> Tensor:
     return torch.randn(_SHAPE, generator=generator).to(device)
 
 
-def _train(
-    optimizer: Optimizer,
-    members: list[list[int]],
-    start: list[Tensor],
-    grads: list[list[Tensor]],
-    *,
-    cut: bool = False,
-    by_halves: bool = False,
-) -> dict[int, Tensor]:
+def _train(optimizer: Optimizer, tried: _Matrices, *, cut: bool = False, by_halves: bool = False) -> dict[int, Tensor]:
     """Train matrices for a few steps with a copy of the optimizer.
 
     Args:
         optimizer: the one to copy.
-        members: per parameter group, indices of its matrices.
-        start: initial values of the matrices.
-        grads: per step, gradients of the matrices.
+        tried: the matrices.
         cut: whether to train each matrix as several flat pieces.
         by_halves: whether to step on the first matrix of each group, and then on the others.
 
     Returns:
         Index -> flattened values after the last step.
     """
+    members, start, grads, marks = tried
     pieces: dict[int, list[nn.Parameter]] = {}
     for index in (index for group in members for index in group):
         parts = _cut(start[index]) if cut else [start[index]]
         pieces[index] = [nn.Parameter(part.clone()) for part in parts]
+        for piece in pieces[index]:
+            piece.__dict__.update(marks[index])
     trial = _copy(optimizer, [[piece for index in group for piece in pieces[index]] for group in members])
     for step in grads:
         for index, parameters in pieces.items():

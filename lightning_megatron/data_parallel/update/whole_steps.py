@@ -19,7 +19,6 @@ rank the memory of the unsplit optimizer, and of weights and gradients while it 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.layers.whole.parameter_parts import ParameterParts
-from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_broadcast
+from lightning_megatron.data_parallel.update.step_hooks import StepHooks, carry_marks
+from lightning_megatron.layers.whole.parameter_parts import ParameterParts, gathered
+from lightning_megatron.mesh.messages.collectives import raw_broadcast
 
 
-class WholeSteps:
+class WholeSteps(StepHooks):
     """Makes one optimizer step on whole parameters, by hooks around its ``step`` and ``state_dict``.
 
     Between steps its groups hold the module's parameters. The lists in its groups stay the objects that they are, as an
@@ -47,25 +47,10 @@ class WholeSteps:
     def __init__(
         self, optimizer: Optimizer, group: dist.ProcessGroup, parts_of: Callable[[nn.Parameter], ParameterParts | None]
     ) -> None:
-        self._optimizer, self._group, self._parts_of = optimizer, group, parts_of
+        super().__init__(optimizer)
+        self._group, self._parts_of = group, parts_of
         self._wholes: dict[int, tuple[ParameterParts, nn.Parameter]] = {}
-        self._parameters: list[list[nn.Parameter]] | None = None
         self._versions: list[int] = []
-        self._steps = 0  # under way: the `step` of a subclass may call that of its parent, which has hooks of its own
-        self._state: Any = None
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        optimizer.register_state_dict_pre_hook(self._before_state_dict)
-        optimizer.register_state_dict_post_hook(self._after_state_dict)
-
-    def close(self) -> None:
-        """Put the parameters back and remove the hooks around ``step``; the state stays that of whole parameters."""
-        self.restore()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def skip(self) -> None:
         """Refused when a run begins: a step that calls its closure again cannot be left out in its middle."""
@@ -95,33 +80,21 @@ class WholeSteps:
             found = self._wholes[id(parameter)] = parts, stand_in
         return found
 
-    def _members(self) -> Iterator[nn.Parameter]:
-        """The module's parameters in the groups, in their order."""
-        for group in self._parameters or [group["params"] for group in self._optimizer.param_groups]:
-            yield from group
-
     def _split(self) -> list[tuple[nn.Parameter, ParameterParts, nn.Parameter]]:
         """Of each split parameter in the groups: itself, its parts, and the whole one in its place."""
-        return [(p, *found) for p in self._members() if (found := self._whole_of(p)) is not None]
+        members = (p for group in self._members() for p in group)
+        return [(p, *found) for p in members if (found := self._whole_of(p)) is not None]
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._steps += 1
-        if self._steps > 1:
-            return None
+    def _begin(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         self._enter()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            return None
-        outside = _OutsideClosure(closure, self)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": outside}
-        return (args[0], outside, *args[2:]), kwargs
+        return None if closure is None else _OutsideClosure(closure, self)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps -= 1
-        if self._steps == 0:
-            self._leave()
-            self.restore()
+    def _finish(self) -> None:
+        self._leave()
+        self.restore()
+
+    def _keys(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return ((parameter, whole) for parameter, _, whole in self._split())
 
     @torch.no_grad()
     def _enter(self) -> None:
@@ -129,17 +102,20 @@ class WholeSteps:
         split = self._split()
         trained = [(parts, p.grad, whole) for p, parts, whole in split if p.grad is not None]
         sent = [(parts, p.detach()) for p, parts, _ in split] + [(parts, grad) for parts, grad, _ in trained]
-        values = _gathered(sent, self._group)
+        values = gathered(sent)
         for (_, _, whole), value in zip(split, values, strict=False):
             whole.data, whole.grad = value, None
         for (_, _, whole), value in zip(trained, values[len(split) :], strict=True):
             whole.grad = value
         own = {id(p) for p, *_ in split}
-        self._take_from_first([p.grad for p in self._members() if id(p) not in own and p.grad is not None])
+        members = (p for group in self._members() for p in group)
+        self._take_from_first([p.grad for p in members if id(p) not in own and p.grad is not None])
         self._cut_no_state(split)
         self._parameters = [list(group["params"]) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["params"][:] = [self.key_of(parameter) for parameter in group["params"]]
+            stand_ins = [self.key_of(parameter) for parameter in group["params"]]
+            carry_marks(group["params"], stand_ins)
+            group["params"][:] = stand_ins
         self._versions = [p._version for p, *_ in split]
 
     @torch.no_grad()
@@ -157,9 +133,8 @@ class WholeSteps:
                 "together. Let it go through `self.param_groups`, or use `tensor_parallel_size=1`."
             )
         for parameter, parts, whole in split:
-            cut = parts.cut(whole)
             for box in parts.spec.boxes:  # padding keeps its values
-                box.of_local(parameter.data).copy_(box.of_local(cut))
+                box.of_local(parameter.data).copy_(box.of_full(whole))
         for group, parameters in zip(self._optimizer.param_groups, self._parameters or [], strict=True):
             group["params"][:] = parameters
         self._parameters = None
@@ -193,15 +168,6 @@ class WholeSteps:
                 )
             state[whole] = values
 
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Key the state of whole parameters by those in the groups, which ``state_dict`` numbers."""
-        self._state, own = optimizer.state, dict(optimizer.state)
-        named = {parameter: own.pop(whole) for parameter, _, whole in self._split() if whole in own}
-        optimizer.state = defaultdict(dict, own | named)
-
-    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        optimizer.state, self._state = self._state, None
-
 
 class _OutsideClosure:
     """Runs the user's closure on the module's own parameters, in the middle of a step on whole ones."""
@@ -218,30 +184,3 @@ class _OutsideClosure:
             result = result.detach().clone()
             self._update._take_from_first([result])
         return result
-
-
-def _gathered(parts: Sequence[tuple[ParameterParts, Tensor]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Whole tensors from the parts of all ranks; one all-gather for each type of number.
-
-    Args:
-        parts: this rank's, with those of the others; the same on all ranks.
-        group: the ranks.
-    """
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for _, tensor in parts):
-        chosen = [(place, *each) for place, each in enumerate(parts) if each[1].dtype == dtype]
-        sizes = [[_numel(each.specs[rank].local_shape) for _, each, _ in chosen] for rank in range(group.size())]
-        longest = max(map(sum, sizes))
-        flat = torch.cat([tensor.reshape(-1) for *_, tensor in chosen])
-        flat = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
-        rows = raw_all_gather(flat, 0, group).view(group.size(), longest)
-        for place, each, tensor in chosen:
-            found[place] = tensor.new_empty(each.shape)
-        for rank, (row, line) in enumerate(zip(rows, sizes, strict=True)):
-            for (place, each, _), values in zip(chosen, row[: sum(line)].split(line), strict=True):
-                each.specs[rank].write_into(found[place], values.view(each.specs[rank].local_shape))
-    return [found[place] for place in range(len(parts))]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +45,7 @@ class ParameterParts:
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole tensor, in memory of its own; one all-gather. Parts may differ in size between ranks."""
-        flat = part.detach().reshape(-1)
-        longest = max(_numel(spec) for spec in self.specs)
-        padded = flat if flat.numel() == longest else F.pad(flat, (0, longest - flat.numel()))
-        rows = raw_all_gather(padded, 0, self.group).view(len(self.specs), longest)
-        whole = part.new_empty(self.shape)
-        for spec, row in zip(self.specs, rows, strict=True):
-            spec.write_into(whole, row[: _numel(spec)].view(spec.local_shape))
-        return whole
+        return gathered([(self, part)])[0]
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor; padding is zero."""
@@ -75,11 +69,27 @@ class ParameterParts:
         return block * len(self.specs) >= length
 
 
-def _numel(spec: ShardSpec) -> int:
-    count = 1
-    for size in spec.local_shape:
-        count *= size
-    return count
+def gathered(parts: Sequence[tuple[ParameterParts, Tensor]]) -> list[Tensor]:
+    """Whole tensors, in memory of their own; one all-gather for each type of number. Collective over their group.
+
+    Args:
+        parts: this rank's, with how all ranks hold each; of one group, and in the same order on all of its ranks.
+    """
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in parts):
+        chosen = [(place, each, part) for place, (each, part) in enumerate(parts) if part.dtype == dtype]
+        group = chosen[0][1].group
+        sizes = [[math.prod(each.specs[rank].local_shape) for _, each, _ in chosen] for rank in range(group.size())]
+        longest = max(map(sum, sizes))
+        flats = [part.detach().reshape(-1) for *_, part in chosen]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        padded = flat if flat.numel() == longest else F.pad(flat, (0, longest - flat.numel()))
+        rows = raw_all_gather(padded, 0, group).view(group.size(), longest)
+        found |= {place: part.new_empty(each.shape) for place, each, part in chosen}
+        for rank, (row, line) in enumerate(zip(rows, sizes, strict=True)):
+            for (place, each, _), values in zip(chosen, row[: sum(line)].split(line), strict=True):
+                each.specs[rank].write_into(found[place], values.view(each.specs[rank].local_shape))
+    return [found[place] for place in range(len(parts))]
 
 
 class Gathered(torch.autograd.Function):
