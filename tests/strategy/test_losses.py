@@ -31,7 +31,7 @@ from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, 
 from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
-from tests.parity.scenario import Layout, differences, trainer_for
+from tests.parity.scenario import Layout, count_as_one_process, differences, trainer_for
 from tests.strategy.loss_modules import (
     BATCH,
     REFUSED,
@@ -597,6 +597,18 @@ def test_a_pipeline_trains_on_the_loss_of_the_whole_batch(name: str, layout: Lay
 @pytest.mark.parametrize(("name", "layout", "arguments"), [row for row in ROWS if row not in EVERYDAY], ids=str)
 def test_every_layout_trains_on_it(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
     _check(name, layout, arguments)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 1), marks=pytest.mark.wide)])
+def test_pairs_that_no_two_neighbours_hold_train_as_in_one_process(layout: Layout) -> None:
+    count_as_one_process(trained, "pairs_apart", layout, {"micro_batch_size": 2})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", [(2, 1), (1, 1)])
+def test_pairs_in_micro_batches_far_apart_are_found_later(layout: Layout) -> None:
+    found = run_trainers(trained, layout, "pairs_apart", {"micro_batch_size": 1}, devices=layout[0], check=False)
+    assert "up to step 7 the micro-batches' losses could not be told" in f"{found[0].error}", found[0].output
 
 
 @pytest.mark.parametrize("name", ["vector", *(pytest.param(n, marks=pytest.mark.wide) for n in list(REFUSED)[1:])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -71,9 +72,19 @@ def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments:
     assert re.search(SAID[name], f"{found[0].error}{found[0].output}"), found[0].error
 
 
-@WIDE
-def test_that_pairs_of_samples_are_apart_is_said() -> None:
-    found = run_trainers(trained, (1, 2), "pairs_apart", UNCUT, devices=2, check=False, grace=20.0)
+APART: list[tuple[Layout, dict[str, Any]]] = [
+    ((2, 2), {"micro_batch_size": 2}),
+    ((2, 2), {"micro_batch_size": 1}),
+    ((2, 2), UNCUT),
+    ((1, 2), {"micro_batch_size": 2}),
+    ((1, 2), UNCUT),
+]
+
+
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize(("layout", "arguments"), APART, ids=str)
+def test_that_pairs_of_samples_are_apart_is_said(layout: Layout, arguments: Mapping[str, Any]) -> None:
+    found = run_trainers(trained, layout, "pairs_apart", arguments, devices=math.prod(layout), check=False, grace=20.0)
     assert re.search(SAID["in_batch"], f"{found[0].error}{found[0].output}"), found[0].error
 
 

@@ -57,12 +57,14 @@ class TriedParts(NamedTuple):
         parts: two or more.
         size: samples of this replica's batch.
         borrowed: the first of two neighbouring replicas whose batches they are; ``None`` where they are of this one's.
+        at_once: whether all of the parts are tried at once, and not each two neighbours.
     """
 
     whole: Any
     parts: list[Any]
     size: int
     borrowed: int | None = None
+    at_once: bool = False
 
 
 class SeesGroup(OperatorWatch):
@@ -96,7 +98,9 @@ class OverReplicas:
         layers: names of those that stages share out, which may write on the stage that has them alone.
 
     Attributes:
+        device: see above.
         group: the replicas.
+        world: all ranks.
         unseen: whether this replica's batch looks like none before.
         kept: what the step keeps of each sample for the next.
         read: names that hooks after the loop read.
@@ -110,8 +114,8 @@ class OverReplicas:
     """
 
     def __init__(self, mesh: ParallelMesh, device: torch.device, module: nn.Module, layers: Sequence[str] = ()) -> None:
-        self._mesh, self._device, self._module = mesh, device, module
-        self.group = mesh.group("data_parallel")
+        self._mesh, self.device, self._module = mesh, device, module
+        self.group, self.world = mesh.group("data_parallel"), mesh.group("world")
         self.unseen, self.kept = False, KeptRows()
         self.counted: tuple[Callable[[Any], float], float] | None = None
         self.read: Collection[str] = ()
@@ -160,7 +164,7 @@ class OverReplicas:
         known = tensors_of(batch)
         here = [way(batch) / weight if weight and way.place < len(known) else -1.0 for way in ways]
         weight = weight or float(isinstance(used, Counted))  # as a batch counts in which all is ignored
-        row = torch.tensor([[weight, *here]], dtype=torch.float64, device=self._device)
+        row = torch.tensor([[weight, *here]], dtype=torch.float64, device=self.device)
         rows = raw_all_gather(row, 0, self.group).cpu()
         self.counted = used, float(rows[:, 0].sum())
         lowest, highest = rows[:, 1:].amin(0), rows[:, 1:].amax(0)
@@ -279,13 +283,12 @@ class OverReplicas:
         new = [name for name in new if name not in self.carried.ways]
         self._told.update(new)
         if self._has_routers is None:
-            self._has_routers = any(objects.gather(bool(routers_of(self._module)), self._mesh.group("world")))
+            self._has_routers = any(objects.gather(bool(routers_of(self._module)), self.world))
         cannot_tell = self._has_routers or any(by_sample for _, by_sample in own)
         warn_of_replicas(before, found, now, self.group.size(), self._module, new, cut, cannot_tell)
 
     def _pieces_of(self, batch: Any, *, apart: bool) -> TriedParts | None:
-        world = self._mesh.group("world")
-        least = min(objects.gather(samples_in(batch), world))
+        least = min(objects.gather(samples_in(batch), self.world))
         if not least:
             return None
         count = 4 if least >= _MANY else 2
@@ -297,9 +300,9 @@ class OverReplicas:
             return None
         told = objects.gather(map_tensors(batch, Tensor.cpu), self.group)
         first = unlike_pair(told[0], told)
-        one, other = (map_tensors(each, lambda tensor: tensor.to(self._device)) for each in told[first : first + 2])
+        one, other = (map_tensors(each, lambda tensor: tensor.to(self.device)) for each in told[first : first + 2])
         both = joined_batches(one, other)
-        found = both is not None and all(objects.gather(both is not None, world))
+        found = both is not None and all(objects.gather(both is not None, self.world))
         return TriedParts(both, [one, other], batch_size_of(batch), borrowed=first) if found else None
 
 

@@ -88,7 +88,7 @@ def warn_of_replicas(
     mixes = unlike and not (now.fits or found.gathers or found.draws)
     if norms and (mixes or len(values) < len(mine)):
         rank_zero_warn(_of_norm(norms[0], modules[norms[0]], replicas))
-    elif found.opaque or (mixes and (found.failed or routes)):
+    elif (found.opaque and not now.tells_replicas) or (mixes and (found.failed or routes)):
         rank_zero_info(_of_nothing_known(found.failed, replicas))
     elif mixes:
         rank_zero_warn(_of_mixed_samples(*found.numbers, replicas))

@@ -46,7 +46,8 @@ _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one n
 _NO_CLASSES: Mapping[str, Any] = MappingProxyType({})
 _COMPARED = 1 << 16  # elements of a gradient
 _SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
-_FEW = 4  # samples at once, of fewer of which some losses look like means
+FEW_AT_ONCE = 4  # micro-batches that neighbours are tried with besides, all at once
+AT_ONCE = 16  # samples of them, and no more: these may be all that a batch has
 
 
 class TriedPieces(Protocol):
@@ -99,7 +100,7 @@ class ToldOfTrial(NamedTuple):
 
 
 class Joins:
-    """Runs of a trial: some neighbouring micro-batches, each two neighbours at once, and four if two are too few.
+    """Runs of a trial: some neighbouring micro-batches, each two neighbours at once, and four if they are small.
 
     Args:
         batch: the whole.
@@ -123,8 +124,8 @@ class Joins:
             before = 0 if last == 1 else last - 2
             self.pieces += [parts[index], samples_of(batch, ends[index - 1], ends[index + 1])]
             self.joins[last + 1] = (before, last)
-        if len(parts) > 2 and ends[start + 2] - ends[start] < _FEW:
-            singles = [0, *(places[-1] for places in self.joins.values())][:_FEW]
+        singles = [0, *(places[-1] for places in self.joins.values())][:FEW_AT_ONCE]
+        if len(parts) > 2 and ends[start + len(singles)] - ends[start] <= AT_ONCE:
             self.joins[len(self.pieces)] = tuple(singles)
             self.pieces.append(samples_of(batch, ends[start], ends[start + len(singles)]))
 

@@ -7,7 +7,7 @@ random numbers for the same samples, and what the step writes and logs is put ba
     step       F0 B0 F1 B1 ...         as found
 
 Two at once, and not all: a trial holds no more than a step would. Several times two: a loss divided by the number of
-its positives looks like a mean where two micro-batches have as many. And four where a micro-batch is one sample.
+its positives looks like a mean where two micro-batches have as many. And four where they are small.
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
 the batch looks different, when something new is logged or a logged number first differs between micro-batches, when a
@@ -50,6 +50,7 @@ from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGro
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
 from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, ToldOfTrial, Tried, next_try
+from lightning_megatron.strategy.loss.trials.samples_apart import AllJoined, all_of
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, narrowest
 from lightning_megatron.strategy.loss.written import Kinds, Written
 from lightning_megatron.strategy.step.step import Outcome
@@ -135,24 +136,27 @@ class LossTrials:
         return self.reading
 
     def _try_if_possible(self, call: Callable[[Any], Any], batch: Any, parts: Sequence[Any], why: str) -> None:
-        pieces: TriedParts | None = None
+        found: list[TriedParts | None] = []
         cut = len(parts) > 1 and not (why == "counts" and self._weighs_whole(parts))
+        rather = why == "time" and self._steps > 1  # may show what pairs of unlike samples do
         if cut:
-            pieces = TriedParts(batch, list(parts), batch_size_of(batch))
+            found = [TriedParts(batch, list(parts), batch_size_of(batch))]
+            found += all_of(batch, parts, self.replicas) if rather else ()
         elif self.replicas is not None:
-            rather = why == "time" and self._steps > 1  # may show what pairs of unlike samples do
-            pieces = self.replicas.pieces_of(batch, apart=why == "counts", rather=rather, say=self._weigh is None)
+            found = [self.replicas.pieces_of(batch, apart=why == "counts", rather=rather, say=self._weigh is None)]
         due = self._steps >= self._next
         self._looks.add(look_of(batch))
         if self._phases is not None:
             self._phases.note()
-        if pieces is not None:
+        for pieces in filter(None, found):
             steps, spread = self._steps, self._context.gradients.windows
             self._try(call, pieces, why, cut=cut)
             if steps == self._steps == 1 and not self.reading.settled:
                 with without_zero_weights(self._module, () if spread is None else spread.windows):
                     self._try(call, pieces, why, cut=cut)
-        elif due:
+            if self.again:
+                break
+        if due and not any(found):
             self._next = next_try(self._steps)
         self._new_keys, self._differ = False, False
 
@@ -239,7 +243,7 @@ class LossTrials:
 
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
-        joins = Joins(batch, parts, self._beyond if cut else None)
+        joins = AllJoined(batch, parts) if of.at_once else Joins(batch, parts, self._beyond if cut else None)
         due, self._fresh = self._steps >= self._next, True
         call = self._context.gradients.on_parts(call)
         call = self._context.experts.ending(call) if self._stages.repeats is None else call
@@ -289,7 +293,7 @@ class LossTrials:
             if not cut and (why == "other" or self._flat == self._steps - 1):
                 said.warn_of_another_way(before, self.reading, self._steps - 1)
         if cut and self.reading.whole and all(one.alone for one in told):
-            tells = (parts, batch) if found.opaque else (joins.pieces[:2], joins.pieces[2])
+            tells = (parts, batch) if found.opaque or of.at_once else (joins.pieces[:2], joins.pieces[2])
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart
         if cut and not (could and self.around):
