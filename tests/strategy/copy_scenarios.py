@@ -176,6 +176,40 @@ def _parts(module: Any) -> None:
             one.lerp_(other, 0.1)
 
 
+class InAList(Averaged):
+    """Copies single parts into a list, where each has another place than in the model, beside parts like the first."""
+
+    def __init__(self) -> None:
+        super().__init__(self.write)
+        del self.ema
+        self.net.predict = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN))
+        self.net.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.copies = torch.nn.ModuleList(copy.deepcopy(self.sources())).requires_grad_(False)
+
+    def sources(self) -> list[Any]:
+        """The parts that are copied."""
+        return [self.net.first, *self.net.blocks]
+
+    @staticmethod
+    def write(module: Any) -> None:
+        for average, source in zip(module.copies, module.sources(), strict=True):
+            for one, other in zip(average.parameters(), source.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden, targets = self.net.embed(batch[0]), batch[1]
+        with torch.no_grad():
+            taught = hidden
+            for part in self.copies:
+                taught = part(taught)
+        own = self.net.walk(self.net.first(hidden))
+        logits = self.net.head(self.net.predict(own)).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, targets.flatten()) + (own - taught).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
 class InCallback(Callback):
     """Updates the average from outside of the module."""
 
@@ -202,6 +236,7 @@ KINDS: dict[str, Callable[[], LightningModule]] = {
     "buffers": Buffers,
     "callback": lambda: Averaged(_nothing),
     "parts": Keys,
+    "in_a_list": InAList,
 }
 
 

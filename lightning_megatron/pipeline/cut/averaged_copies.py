@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -133,10 +134,19 @@ def find_copies(module: nn.Module, trunk: Trunk, whole: Mapping[str, tuple[int, 
 
 
 def _pair(module: nn.Module, name: str, candidates: list[str]) -> AveragedCopy:
-    source = _source(name, candidates)
+    copied = [other for other in candidates if _hold_the_same(module.get_submodule(name), module.get_submodule(other))]
+    source = _source(name, copied or candidates)
     if not source:
         return AveragedCopy(name)
     return AveragedCopy(name, source, _prefix(module.get_submodule(name)), _prefix(module.get_submodule(source)))
+
+
+def _hold_the_same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether parameters have the same numbers, as where one module was copied from the other: names need not tell."""
+    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
+    known = all(type(p.data) is Tensor and p.device.type != "meta" for pair in pairs for p in pair)
+    alike = known and all(p.shape == q.shape and p.dtype == q.dtype and p.device == q.device for p, q in pairs)
+    return alike and all(torch.equal(p, q) for p, q in pairs)
 
 
 def _holds(module: nn.Module, trained: Set[int]) -> bool:
@@ -195,11 +205,15 @@ def _is_shared(module: nn.Module, path: str) -> bool:
 
 
 def _source(copy: str, candidates: list[str]) -> str:
-    """The only candidate, or the only one whose name is in the name of ``copy``; otherwise empty."""
+    """The only candidate, or the only one whose name is in the name of ``copy``; otherwise empty.
+
+    Entries of lists have numbers for names, which tell nothing: a copy may be ``[embed, *layers]``.
+    """
     outer = [name for name in candidates if not any(name != other and lies_in(name, other) for other in candidates)]
     if len(outer) == 1:
         return outer[0]
     leaf = leaf_of(copy)
+    outer = [name for name in outer if not leaf_of(name).isdigit()]
     named = [name for name in outer if re.search(rf"(^|_){re.escape(leaf_of(name))}(_|$)", leaf)]
     return named[0] if len(named) == 1 else ""
 
