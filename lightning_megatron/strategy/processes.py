@@ -25,7 +25,7 @@ from lightning_megatron.checkpoints.loading.as_built import noting_construction
 from lightning_megatron.mesh.draws.construction import Construction
 from lightning_megatron.mesh.layout import resolve_layout
 from lightning_megatron.mesh.mesh import ParallelMesh, build_mesh
-from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages import host_peers, objects
 from lightning_megatron.mesh.watch import waits
 from lightning_megatron.mesh.watch.board import AgreedFailure, Failure
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, be_brief_about_echoes, is_echo, say_instead
@@ -134,6 +134,8 @@ class Processes:
             raise _not_connected(error, environment, rank) from error
         if self._mesh is None or self._mesh.device_mesh.size() != dist.get_world_size():
             self._mesh = build_mesh(resolve_layout(dist.get_world_size(), **sizes), device.type)
+        if device.type == "cpu":
+            host_peers.open_peers()
         self._watch_for_failures(self._mesh)
 
     def _watch_for_failures(self, mesh: ParallelMesh) -> None:
@@ -301,6 +303,8 @@ class Processes:
             return
         remote = _cause(watch, exception, 2.0)
         self.report(exception)
+        if not isinstance(exception, SIGTERMException):
+            host_peers.close_peers()  # for those who wait for this rank
         if remote is not None and not isinstance(exception, (RemoteFailure, AgreedFailure)):
             exception.add_note(str(remote))
         if remote is not None and _repeats(exception, remote):

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import distributed
 
+from lightning_megatron.mesh.messages import host_peers
 from tests.harness.device import be_a_machine
 from tests.harness.filters import apply_filters
 
@@ -51,6 +52,7 @@ class Pristine:
         os.chdir(self.directory)
         rank_zero_only.rank = 0
         gc.collect()
+        host_peers.close_peers()
         if distributed.is_initialized():
             distributed.destroy_process_group()
         _reset_torch()

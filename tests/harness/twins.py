@@ -28,7 +28,7 @@ COUNTED = (
     "reduce_scatter_tensor",
 )
 AS_MESSAGES = {
-    "PairReduction": "all_reduce",
+    "DirectReduction": "all_reduce",
     "start_gather": "all_gather_single",
     "ScatteredSum": "reduce_scatter_single",
 }

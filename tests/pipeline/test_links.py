@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from lightning_megatron.mesh.messages import host_channel, transport
+from lightning_megatron.mesh.messages import host_channel, host_peers, transport
 from lightning_megatron.mesh.messages.host_channel import HostChannel, PeerGone, open_channels
 from lightning_megatron.pipeline.run.links import LinkOptions, StageLinks
 from tests.harness import run_ranks
@@ -26,11 +26,12 @@ def links_of(mesh: Any, **chosen: Any) -> Iterator[tuple[StageLinks, int]]:
     """The links of this rank, and its stage."""
     group, replicas = mesh["pipeline_parallel"].get_group(), mesh["tensor_parallel"].get_group()
     options, ranks = LinkOptions(**chosen), distributed.get_process_group_ranks(group)
+    host_peers.open_peers()
     links = StageLinks(group, ranks, torch.device("cpu"), replicas, options)
-    assert bool(links._transport._channels) == options.through_memory
+    assert any(links._transport._ways) == options.through_memory
     yield links, mesh["pipeline_parallel"].get_local_rank()
     links.finish()
-    links.close()
+    host_peers.close_peers()
 
 
 @pytest.mark.parametrize("through_memory", [True, False])
@@ -39,7 +40,7 @@ def test_a_replicated_tensor_travels_in_parts_and_arrives_whole(mesh: Any, throu
     hidden = torch.arange(2 * 3 * 4, dtype=torch.float64).view(2, 3, 4).transpose(0, 1)
     mask = torch.tensor([True, False, True])
     sizes: list[int] = []
-    send, hand_over = transport.send, HostChannel.send
+    send, hand_over = transport._send, HostChannel.send
 
     def counted_send(group: Any, data: Tensor, *where: int) -> Any:
         sizes.append(data.numel())
@@ -52,7 +53,7 @@ def test_a_replicated_tensor_travels_in_parts_and_arrives_whole(mesh: Any, throu
     with links_of(mesh, scatter_from=1, through_memory=through_memory) as (links, stage):
         if stage == 0:
             with (
-                mock.patch.object(transport, "send", counted_send),
+                mock.patch.object(transport, "_send", counted_send),
                 mock.patch.object(HostChannel, "send", counted_hand_over),
             ):
                 links.send(1, [hidden, mask], tag=0, scatter=True)

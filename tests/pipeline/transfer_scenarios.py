@@ -59,7 +59,7 @@ class Traffic:
     def counted(self) -> Iterator[Traffic]:
         """Counts what is done within the schedules of the steps in here."""
         through_backend, hand_over, run, send, send_object, receive, wait = (
-            transport.send,
+            transport._send,
             HostChannel.send,
             PipelineExecutor.run,
             StageLinks.send,
@@ -110,7 +110,7 @@ class Traffic:
             return found
 
         with (
-            mock.patch.object(transport, "send", counted_through_backend),
+            mock.patch.object(transport, "_send", counted_through_backend),
             mock.patch.object(HostChannel, "send", counted_hand_over),
             mock.patch.object(PipelineExecutor, "run", counted_run),
             mock.patch.object(StageLinks, "send", counted_send),

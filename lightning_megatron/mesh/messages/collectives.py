@@ -135,9 +135,9 @@ def start_all_reduce(
     """
     if group.size() == 1:
         return x, None
-    if exchange.exchanges(x, group, most=2):
-        pair = exchange.PairReduction(x, group, maximum=maximum)
-        return pair.result, pair
+    if exchange.reduces(x, group):
+        direct = exchange.DirectReduction(x, group, maximum=maximum)
+        return direct.result, direct
     total = x.clone(memory_format=torch.contiguous_format) if keep else x.contiguous()
     operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     return total, dist.all_reduce(total, op=operation, group=group, async_op=True)

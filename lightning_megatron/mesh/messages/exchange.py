@@ -1,44 +1,67 @@
-"""Collectives over gloo, implemented as messages between pairs of ranks, which are faster than gloo's own.
+"""Collectives of processes on the CPU as messages between pairs of ranks, which are faster than gloo's own.
 
 Every rank sends to each other rank directly, and sums the blocks that it receives in the order of ranks, so that all
 ranks get the same bits::
 
-    gather     rank r sends its block to all                                  bytes sent: (n - 1) blocks
-    scatter    rank r sends block q to rank q, and sums the blocks r          (n - 1) blocks
-    sum        two ranks send each other the whole tensor, and add            one tensor, as in gloo's two halves
-    broadcast  one rank sends its tensor to all others                        (n - 1) tensors
+    gather      rank r sends its block to all                                 bytes sent: (n - 1) blocks
+    scatter     rank r sends block q to rank q, and sums the blocks r         (n - 1) blocks
+    all-to-all  rank r sends block q to rank q                                (n - 1) blocks
+    sum         every rank sends its tensor to all, and sums what comes       (n - 1) tensors; two ranks, or in memory
+    broadcast   one rank sends its tensor to all others                       (n - 1) tensors
 
-The calling thread sends the messages, while gloo runs collectives in a thread of its own. CPU time per rank, two ranks,
-torch 2.13, gloo's and these: sum of 4 kB 0.27 and 0.07 ms; gather into 6.6 MB 2.5 and 1.2 ms, scatter of 6.6 MB 4.2 and
-1.4 ms.
+The calling thread sends the messages, while gloo runs collectives in a thread of its own. Ranks of one host share
+memory, in which terms of sums are read where the other rank has left them. CPU time per rank, two ranks, torch 2.13:
+
+======================  ===========  ================  ==============
+ms                      gloo's own   messages by gloo  through memory
+======================  ===========  ================  ==============
+sum of 4 kB             0.27         0.08              0.05
+sum of 1 MiB                         0.52              0.35
+gather into 6.6 MB      2.5          1.5               0.5
+scatter of 6.6 MB       4.2          2.1               0.7
+======================  ===========  ================  ==============
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.transport import Message, receive, send
+from lightning_megatron.mesh.messages import host_peers
+from lightning_megatron.mesh.messages.transport import Message, expect, receive, send
 from lightning_megatron.mesh.watch import waits
 
 MOST_RANKS = 8
 
 
-def exchanges(x: Tensor, group: dist.ProcessGroup, most: int = MOST_RANKS) -> bool:
-    """Whether collectives on ``x`` should be sent as messages: a CPU tensor over gloo, and at most ``most`` ranks."""
-    fits = x.device.type == "cpu" and x.numel() > 0 and not x.is_complex()
+def exchanges(x: Tensor, group: dist.ProcessGroup, most: int = MOST_RANKS, *, empty: bool = False) -> bool:
+    """Whether collectives on ``x`` should be sent as messages: a CPU tensor over gloo, and at most ``most`` ranks.
+
+    Args:
+        x: the operand; alike on all ranks, but for its first size where it may be ``empty``.
+        group: the ranks.
+        most: of them.
+        empty: whether messages without numbers are left out.
+    """
+    fits = x.device.type == "cpu" and (empty or x.numel() > 0) and not x.is_complex()
     return fits and group.size() <= most and dist.get_backend(group) == "gloo"
+
+
+def reduces(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether an all-reduce of ``x`` should be sent as messages: between two ranks, or a few through memory."""
+    return exchanges(x, group, most=2) or (exchanges(x, group) and host_peers.reaches(group, x.nbytes * group.size()))
 
 
 class Exchange:
     """Messages under way to and from every other rank of a group.
 
     Args:
-        sent: one contiguous tensor per rank of the group; this rank's own is not sent.
+        sent: one contiguous tensor per rank of the group; this rank's own is not sent, nor what has no numbers.
         received: one contiguous tensor per rank of the group, overwritten; this rank's own is not.
         group: all its ranks must make their exchanges in the same order.
     """
@@ -50,21 +73,28 @@ class Exchange:
         self._awaited: Message | None = None
         for distance in range(1, size):  # every rank starts with a different peer
             to, source = (own + distance) % size, (own - distance) % size
-            self._messages += (send(group, sent[to], to), receive(group, received[source], source))
+            if sent[to].numel():
+                self._messages.append(send(group, sent[to], to))
+            if received[source].numel():
+                self._messages.append(receive(group, received[source], source))
 
     def wait(self) -> None:
         """Wait until all tensors are received, and the sent ones may be changed."""
         with waits.on(self.told):
             for message in self._messages:
-                self._awaited = message
-                message.work.wait()
+                if message.work is not None:
+                    self._awaited = message
+                    message.work.wait()
         self._messages, self._awaited = [], None
 
     def told(self) -> waits.Waiting:
         """Description of the wait, for reports of hanging ranks."""
-        what = f"messages of {waits.numbers(self._form)} among {waits.members(self._group)}"
-        inner = None if self._awaited is None else self._awaited.told()
-        return waits.Waiting(what, waits.ranks_of(self._group)) if inner is None else inner.after(what)
+        among, inner = _among(self._form, self._group), None if self._awaited is None else self._awaited.told()
+        return among if inner is None else inner.after(among.what)
+
+
+def _among(form: Tensor, group: dist.ProcessGroup) -> waits.Waiting:
+    return waits.Waiting(f"messages of {waits.numbers(form)} among {waits.members(group)}", waits.ranks_of(group))
 
 
 def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:
@@ -74,6 +104,16 @@ def start_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Exchange:
     if own.data_ptr() != x.data_ptr():
         own.copy_(x.reshape(-1))
     return Exchange([own] * group.size(), blocks.unbind(), group)
+
+
+def start_blocks(out: Sequence[Tensor], blocks: Sequence[Tensor], group: dist.ProcessGroup) -> Exchange:
+    """Start an all-to-all: block r of ``blocks`` goes to rank r, whose block for this rank comes into ``out[r]``.
+
+    Blocks without numbers are not sent.
+    """
+    own = group.rank()
+    out[own].copy_(blocks[own])
+    return Exchange(blocks, out, group)
 
 
 class Numbers:
@@ -110,6 +150,41 @@ class Numbers:
         return found
 
 
+class _Combined:
+    """The terms of all ranks under way, to be combined in the order of ranks.
+
+    Args:
+        sent: one contiguous tensor per rank of the group; this rank's own is its term.
+        group: all its ranks must make their exchanges in the same order.
+        combine: ``torch.add``, or another function of two tensors with a place for the result.
+    """
+
+    def __init__(self, sent: Sequence[Tensor], group: dist.ProcessGroup, combine: Any = torch.add) -> None:
+        own, size = group.rank(), group.size()
+        self._group, self._own, self._combine = group, sent[own], combine
+        self._sends: list[Message] = []
+        self._terms: list[Message | None] = [None] * size
+        for distance in range(1, size):  # every rank starts with a different peer
+            to, source = (own + distance) % size, (own - distance) % size
+            self._sends.append(send(group, sent[to], to))
+            self._terms[source] = expect(group, self._own, source)
+
+    def finish(self, out: Tensor) -> None:
+        """Wait for the terms and combine them into ``out``, which may be this rank's; what was sent may be changed."""
+        with waits.on(self.told), ExitStack() as lent:
+            total, *rest = [self._own if m is None else lent.enter_context(m.lent()) for m in self._terms]
+            spare = torch.empty_like(self._own) if len(rest) > 1 else out
+            for index, term in enumerate(rest, 1):
+                total = self._combine(total, term, out=out if index == len(rest) else spare)
+        for message in self._sends:
+            message.wait()
+        self._sends, self._terms = [], []
+
+    def told(self) -> waits.Waiting:
+        """Description of the wait, for reports of hanging ranks."""
+        return _among(self._own, self._group)
+
+
 class ScatteredSum:
     """A reduce-scatter under way: sums ``x`` [group * n] over the ranks, and writes this rank's block to ``out`` [n].
 
@@ -117,38 +192,28 @@ class ScatteredSum:
     """
 
     def __init__(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-        own, size = group.rank(), group.size()
-        blocks = list(x.detach().view(size, -1).unbind())
-        received = x.new_empty(size - 1, out.numel())
         self._out = out.view(-1)
-        self._terms = [*received[:own].unbind(), blocks[own], *received[own:].unbind()]
-        self._spare = received[0]
-        self._exchange = Exchange(blocks, self._terms, group)
+        self._sum = _Combined(x.detach().view(group.size(), -1).unbind(), group)
 
     def wait(self) -> None:
         """Wait for the blocks and sum them into ``out``."""
-        self._exchange.wait()
-        total, *rest = self._terms
-        for index, term in enumerate(rest, 1):
-            total = torch.add(total, term, out=self._out if index == len(rest) else self._spare)
-        self._terms = []
+        self._sum.finish(self._out)
 
 
-class PairReduction:
-    """An all-reduce over two ranks under way: sum, or element-wise maximum.
+class DirectReduction:
+    """An all-reduce under way, of which every rank has what all others send: sum, or element-wise maximum.
 
     ``x`` stays unchanged; ``result`` is valid after :meth:`wait`.
     """
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, maximum: bool = False) -> None:
-        self._own, self._combine = x.detach().contiguous(), torch.maximum if maximum else torch.add
-        self.result = torch.empty_like(self._own)
-        self._exchange = Exchange([self._own] * 2, [self.result] * 2, group)
+        own = x.detach().contiguous()
+        self.result = torch.empty_like(own)
+        self._combined = _Combined([own] * group.size(), group, torch.maximum if maximum else torch.add)
 
     def wait(self) -> None:
-        """Wait for the other rank's tensor and combine it with this rank's."""
-        self._exchange.wait()
-        self._combine(self.result, self._own, out=self.result)
+        """Wait for the other ranks' tensors and combine them with this rank's."""
+        self._combined.finish(self.result)
 
 
 class Broadcast:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.messages import exchange, transport
 from lightning_megatron.mesh.messages.collectives import Started, wait_for
 
 
@@ -14,7 +15,10 @@ def raw_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
     arrived = torch.empty_like(x)
-    wait_for(dist.all_to_all_single(arrived, x, group=group, async_op=True), "all_to_all", x, group)
+    if exchange.exchanges(x, group):
+        exchange.start_blocks(list(arrived.unbind()), list(x.unbind()), group).wait()
+    else:
+        wait_for(dist.all_to_all_single(arrived, x, group=group, async_op=True), "all_to_all", x, group)
     return arrived
 
 
@@ -33,6 +37,9 @@ def start_all_to_all_rows(
         [sum(incoming), ..], in the order of the ranks that they come from, and what is to be waited for before.
     """
     arrived = x.new_empty((sum(incoming), *x.shape[1:]))
+    if exchange.exchanges(x, group, empty=True):
+        blocks = list(arrived.split(incoming)), list(x.detach().contiguous().split(outgoing))
+        return arrived, exchange.start_blocks(*blocks, group)
     return arrived, dist.all_to_all_single(arrived, x.contiguous(), incoming, outgoing, group=group, async_op=True)
 
 
@@ -44,6 +51,10 @@ def start_rotation(x: Tensor, length: int, group: dist.ProcessGroup) -> tuple[Te
     """
     rank, size = group.rank(), group.size()
     arrived, operations = x.new_empty((length, *x.shape[1:])), []
+    if exchange.exchanges(x, group, empty=True):
+        under_way = [transport.send(group, x.detach(), (rank + 1) % size)] if x.numel() else []
+        under_way += [transport.receive(group, arrived, (rank - 1) % size)] if arrived.numel() else []
+        return arrived, list(under_way)
     if x.numel():
         operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
     if arrived.numel():

@@ -1,7 +1,7 @@
 """Point-to-point messages, over shared memory of a host or over the process group's backend.
 
 Callers send and receive tensors by rank in the group and by tag, and wait for a :class:`Message`. Between CPU processes
-of one host that have connected (:mod:`~lightning_megatron.mesh.messages.host_channel`), messages go through shared
+of one host that have connected (:mod:`~lightning_megatron.mesh.messages.host_peers`), messages go through shared
 memory; all others go through the backend (gloo, NCCL)::
 
     group of ranks 0, 1 on host a and 2, 3 on host b, seen from rank 0
@@ -12,14 +12,17 @@ memory; all others go through the backend (gloo, NCCL)::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_megatron.mesh.messages.host_channel import HostChannel, open_channels
+from lightning_megatron.mesh.messages import host_peers
+from lightning_megatron.mesh.messages.host_channel import Expected
 from lightning_megatron.mesh.watch import waits
 
 
@@ -50,6 +53,20 @@ class Message:
                 self.work.wait()
         self.work = self._tensor = None
 
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """Wait for the tensor, and lend it where it lies, which may be memory of two processes; callers say that they
+        wait.
+        """
+        if isinstance(self.work, Expected):
+            with self.work.borrowed() as lying:
+                yield lying
+            self.work = self._tensor = None
+            return
+        tensor = cast(Tensor, self._tensor)
+        self.wait()
+        yield tensor
+
     def told(self) -> waits.Waiting | None:
         """Description of the wait, for reports of hanging ranks; ``None`` if it is over."""
         if not self._arrives:
@@ -68,20 +85,15 @@ class Transport:
 
     Args:
         group: the process group.
-        channels: rank in the group -> channel to that process, for processes of this host.
+        through_memory: whether messages to processes of this host that are connected
+            (:mod:`~lightning_megatron.mesh.messages.host_peers`) go through shared memory, however long.
     """
 
-    __slots__ = ("_channels", "group")
+    __slots__ = ("_ways", "group")
 
-    def __init__(self, group: dist.ProcessGroup, channels: Mapping[int, HostChannel] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, through_memory: bool = True) -> None:
         self.group = group
-        self._channels = dict(channels or {})
-
-    @classmethod
-    def through_memory(cls, group: dist.ProcessGroup) -> Transport:
-        """A transport with shared-memory channels to all ranks of this host; collective over the gloo group."""
-        channels = open_channels(group)
-        return cls(group, {dist.get_group_rank(group, rank): channel for rank, channel in channels.items()})
+        self._ways = [host_peers.route(group, rank, 0) if through_memory else None for rank in range(group.size())]
 
     @property
     def posts_ahead(self) -> bool:
@@ -90,28 +102,58 @@ class Transport:
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Message:
         """Start sending a contiguous tensor to rank ``to`` of the group; it must not change until it is waited for."""
-        channel = self._channels.get(to)
-        if channel is not None:
-            with waits.on(_fetching, self.group, to):
-                return Message(channel.send(tensor, tag), to, self.group, None, False)
-        return send(self.group, tensor, to, tag)
+        way = self._ways[to]
+        if way is None:
+            return _send(self.group, tensor, to, tag)
+        with waits.on(_fetching, self.group, to):
+            return Message(way.channel.send(tensor, way.first_tag + tag), to, self.group, None, False)
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Message:
         """Post a receive from rank ``source`` of the group into a contiguous tensor."""
-        channel = self._channels.get(source)
-        if channel is not None:
-            return Message(channel.receive(tensor, tag), source, self.group, tensor, True)
-        return receive(self.group, tensor, source, tag)
-
-    def close(self) -> None:
-        """Close the channels to processes of this host; processes that wait for this one get a ``PeerGone`` error."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels = {}
+        way = self._ways[source]
+        if way is None:
+            return _receive(self.group, tensor, source, tag)
+        return Message(way.channel.receive(tensor, way.first_tag + tag), source, self.group, tensor, True)
 
 
 def send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int = 0) -> Message:
-    """Start sending through the backend; arguments as of :meth:`Transport.send`.
+    """Start sending a message of a collective; arguments as of :meth:`Transport.send`.
+
+    Long ones go through the backend, which does not copy them. What went through memory may be changed at once.
+    """
+    way = _way(group, tensor, to)
+    if way is None:
+        return _send(group, tensor, to, tag)
+    for hear in host_peers.listeners:
+        hear(group)
+    with waits.on(_fetching, group, to):
+        way.channel.send(tensor, way.first_tag + tag)
+    return Message(None, to, group, None, False)
+
+
+def receive(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int = 0) -> Message:
+    """Post a receive of such a message; arguments as of :meth:`Transport.receive`."""
+    way = _way(group, tensor, source)
+    if way is None:
+        return _receive(group, tensor, source, tag)
+    return Message(way.channel.receive(tensor, way.first_tag + tag), source, group, tensor, True)
+
+
+def expect(group: dist.ProcessGroup, like: Tensor, source: int, tag: int = 0) -> Message:
+    """Post a receive of what is shaped like a contiguous tensor, to be lent (:meth:`Message.lent`)."""
+    way = _way(group, like, source)
+    if way is None:
+        return _receive(group, torch.empty_like(like), source, tag)
+    return Message(way.channel.receive(like, way.first_tag + tag), source, group, like, True)
+
+
+def _way(group: dist.ProcessGroup, tensor: Tensor, rank: int) -> host_peers.Way | None:
+    """The way of a message through memory; ``None`` for the backend, as of tensors without memory."""
+    return None if isinstance(tensor, FakeTensor) else host_peers.route(group, rank, tensor.nbytes)
+
+
+def _send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int) -> Message:
+    """Send through the backend.
 
     ``dist.isend`` first looks the default group and its ranks up several times, which takes longer than a small
     message.
@@ -124,8 +166,7 @@ def send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int = 0) -> Mes
     return Message(work, to, group, tensor, False)
 
 
-def receive(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int = 0) -> Message:
-    """Post a receive through the backend; arguments as of :meth:`Transport.receive`."""
+def _receive(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int) -> Message:
     return Message(group.recv([_real(tensor)], source, tag), source, group, tensor, True)
 
 

@@ -6,7 +6,7 @@ link is it waited for, so that a fast stage does not pile up what a slow one has
 done to nobody but who waits for it). The order of all transfers stands even if every send waited. Receives may be
 posted ahead of use where the backend matches messages by tag (gloo); NCCL matches by order alone, so there they are
 posted exactly where the schedule says. Between CPU processes of one host, messages go through memory that both have
-mapped (:mod:`~lightning_megatron.mesh.messages.host_channel`).
+mapped (:mod:`~lightning_megatron.mesh.messages.host_peers`).
 
 Tensor-parallel ranks of one stage hold equal boundary tensors. Sending all of them t times would carry the same numbers
 over t links, so each rank sends its t-th and the receivers put the whole together (SC21, section 4.1)::
@@ -122,8 +122,7 @@ class StageLinks:
         self._pending: dict[tuple[int, int], deque[list[Message]]] = {}
         self.on_cpu = device.type == "cpu"
         over_gloo = self.on_cpu and dist.get_backend(group) == "gloo" and len(self._peers) > 1
-        beside = over_gloo and options.through_memory
-        self._transport = Transport.through_memory(group) if beside else Transport(group)
+        self._transport = Transport(group, through_memory=over_gloo and options.through_memory)
         self.posts_ahead = self._transport.posts_ahead
 
     def send(self, stage: int, tensors: Sequence[Tensor], tag: int, *, scatter: bool = False) -> None:
@@ -213,10 +212,6 @@ class StageLinks:
         for pending in self._pending.values():
             while pending:
                 _wait_for(pending.popleft())
-
-    def close(self) -> None:
-        """Close the connections to processes of this host, so that those that wait for this one get an error."""
-        self._transport.close()
 
 
 def _wait_for(messages: list[Message]) -> None:

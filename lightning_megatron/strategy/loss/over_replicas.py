@@ -16,7 +16,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_megatron.experts.routers import routers_of
 from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of, tensors_of
 from lightning_megatron.mesh.mesh import ParallelMesh
-from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages import host_peers, objects
 from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.mesh.messages.of_weights import messages_of_weights
 from lightning_megatron.mesh.parts.names import Parts
@@ -82,10 +82,22 @@ class SeesGroup(OperatorWatch):
 
     def seen(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of an operator."""
-        own = func.namespace == "c10d" and not messages_of_weights
-        if self._group is not None and own:  # a gather may be sent as messages between pairs
-            self.gathers |= any(group.group_name == self._group.group_name for group in _groups_in(args))
+        if func.namespace == "c10d":  # a gather may be sent as messages between pairs
+            for group in _groups_in(args):
+                self._hear(group)
         return run(func, args, kwargs)
+
+    def __enter__(self) -> Self:
+        host_peers.listeners.append(self._hear)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        host_peers.listeners.remove(self._hear)
+        super().__exit__(*error)
+
+    def _hear(self, group: dist.ProcessGroup) -> None:
+        alike = self._group is not None and group.group_name == self._group.group_name
+        self.gathers |= alike and not messages_of_weights
 
 
 class OverReplicas:
