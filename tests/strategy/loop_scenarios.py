@@ -359,6 +359,33 @@ class Sharpness(torch.optim.Optimizer):
         return loss
 
 
+class ScaledByGradients(Manual):
+    """Weighs a second loss by the sizes of both losses' gradients of the last norm, as VQ-GAN weighs its critic's.
+
+    Args:
+        gathers: whether it takes the mean of the replicas' gradients.
+    """
+
+    def __init__(self, gathers: bool = False) -> None:
+        super().__init__()
+        self.gathers = gathers
+
+    def size(self, loss: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(loss, [self.net.final_norm.weight], retain_graph=True)
+        return self.all_gather(gradient).reshape(-1, HIDDEN).mean(0).norm() if self.gathers else gradient.norm()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        other = logits.square().mean()
+        weight = (self.size(loss) / (self.size(other) + 1e-4)).detach()
+        self.log("train_loss", loss + 0.1 * weight * other, sync_dist=True)
+        optimizer.zero_grad()
+        self.manual_backward(loss + 0.1 * weight * other)
+        optimizer.step()
+
+
 class UphillByHand(Manual):
     """The same by hand, with the norm of the whole model's gradients, or by hand, of what the step sees."""
 
@@ -494,6 +521,8 @@ MODULES: dict[str, Any] = {
     "adversaries": Adversaries,
     "closures": Closures,
     "closures_by_hand": ClosuresByHand,
+    "scaled_by_gradients": ScaledByGradients,
+    "scaled_by_gathered": lambda: ScaledByGradients(gathers=True),
     "uphill": Uphill,
     "uphill_by_hand": UphillByHand,
     "noise_of_ranks": NoiseOfRanks,

@@ -170,6 +170,31 @@ class Rows(Task):
         return ((each * kept).sum(1) / kept.sum(1)).mean()
 
 
+class Scale(nn.Module):
+    """Puts a buffer into its state itself, as torch's modules for quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = x * self.scale
+        return scaled
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.scale
+
+
+class SavesItself(Task):
+    """Layers with parts that put a buffer into their state themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.append(Scale().double())
+
+
 class ZeroHead(Task):
     """Every token has the same loss at first, whatever weighs them."""
 

@@ -46,6 +46,7 @@ from tests.strategy.loss_modules import (
     LogsOthers,
     Noisy,
     PairsApart,
+    SavesItself,
     SetByFirstBatch,
     Task,
     tokens,
@@ -524,7 +525,8 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     losses, ways = Losses(), Ways()
     trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses, ways])
     refused = {key: build for key, (build, _) in REFUSED.items()}
-    module = {**WEIGHED, **WHOLE, **refused, "logs_others": LogsOthers, "pairs_apart": PairsApart, **SAMPLED}[name]()
+    single = {"logs_others": LogsOthers, "pairs_apart": PairsApart, "saves_itself": SavesItself}
+    module = {**WEIGHED, **WHOLE, **refused, **single, **SAMPLED}[name]()
     trainer.fit(module)
     strategy = trainer.strategy
     weights = strategy.full_state_dict() if isinstance(strategy, MegatronStrategy) else module.state_dict()
@@ -602,6 +604,10 @@ def test_every_layout_trains_on_it(name: str, layout: Layout, arguments: dict[st
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 1), marks=pytest.mark.wide)])
 def test_pairs_that_no_two_neighbours_hold_train_as_in_one_process(layout: Layout) -> None:
     count_as_one_process(trained, "pairs_apart", layout, {"micro_batch_size": 2})
+
+
+def test_buffers_that_modules_put_into_their_state_are_those_of_their_stage() -> None:
+    count_as_one_process(trained, "saves_itself", (2, 1), {})
 
 
 @pytest.mark.wide

@@ -98,6 +98,16 @@ def test_that_losses_of_manual_optimization_are_not_tried_is_said() -> None:
     )
 
 
+@WIDE
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_that_a_step_scales_by_gradients_of_its_replica_is_said(layout: Layout) -> None:
+    found = run_trainers(fit, layout, {}, "scaled_by_gradients", {}, devices=math.prod(layout), check=False, grace=20.0)
+    said = (
+        r"\(`torch.autograd.grad` in \S*loop_scenarios.py:\d+\)\. Each of the 2 replicas has those of its own samples"
+    )
+    assert re.search(said, f"{found[0].error}"), found[0].error
+
+
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["in_batch", "logs_others"])
 def test_messages_of_shared_weights_are_not_taken_for_the_steps_own(name: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
+from lightning_megatron.pipeline.elsewhere.inner_gradients import gradients_away
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 
 _OF_LAYER = (
@@ -57,12 +58,8 @@ _READS = frozenset(
 _NORMS = frozenset({F.batch_norm, F.instance_norm})
 # These take numbers out of tensors without asking the tensors' class.
 TAKES_NUMBERS = frozenset({torch.tensor, torch.full, torch.full_like, torch.arange, torch.linspace, torch.addcmul})
-_IN_PLACE = frozenset(
-    (
-        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"),
-        *("__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-    )
-)
+_WRITTEN = "add sub mul truediv floordiv pow mod matmul and or xor lshift rshift"
+_IN_PLACE = frozenset(("__setitem__", *(f"__i{name}__" for name in _WRITTEN.split())))
 
 
 @dataclass(frozen=True)
@@ -147,6 +144,9 @@ class Away(Tensor):
         name = getattr(func, "__name__", "")
         if name in _WORDS:
             return f"<tensor of `{source.name if source else ''}` on another pipeline stage>"
+        if func is torch.autograd.grad:
+            found, source = gradients_away(args, kwargs, source_of)
+            return tuple(mark(found, source))
         if func in _NORMS:
             args, kwargs = _with_copies_of_statistics(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -13,7 +13,7 @@ A ``w`` that the step makes after the layers (the scale of invariant risk minimi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,7 +40,12 @@ def begun_by(func: Any, args: Any, kwargs: Any, output: Any) -> Tensor | None:
 
 
 def check_inner_gradient(
-    func: Any, args: Any, kwargs: Any, received: Sequence[Tensor], own: Callable[[int], bool]
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    received: Sequence[Tensor],
+    own: Callable[[int], bool],
+    source_of: Callable[[Any], Any],
 ) -> None:
     """Refuse a gradient whose path leaves this stage.
 
@@ -51,6 +56,7 @@ def check_inner_gradient(
         received: what the stage before sent; empty on the first.
         own: tells, by their ids, tensors whose path is on this stage: parameters that others do not compute with, and
             what the step has made after the layers.
+        source_of: tells what on another stage a value depends on; the stage that has the outputs checks the path.
 
     Raises:
         RuntimeError: with what to change.
@@ -64,16 +70,43 @@ def check_inner_gradient(
     if func is not torch.autograd.grad or not received:
         return
     outputs, inputs = _tensors(args, kwargs, 0, "outputs"), _tensors(args, kwargs, 1, "inputs")
+    if source_of(outputs) is not None:
+        return
     elsewhere = any(_begins_elsewhere(output, received) for output in outputs)
     for tensor in inputs:
         if own(id(tensor)) or _begins_elsewhere(tensor, received):
             continue
         if elsewhere or not _reach(outputs, tensor):  # in evaluation no graph begins at what was received
-            raise RuntimeError(
-                "the step takes a gradient (`torch.autograd.grad`) with respect to a tensor of shape "
-                f"{tuple(tensor.shape)} from before the layers, but the layers between are on other pipeline stages. "
-                "Take gradients only with respect to what the last layers gave, or use `pipeline_parallel_size=1`."
-            )
+            _refuse(tensor)
+
+
+def gradients_away(args: Any, kwargs: Any, source_of: Callable[[Any], Any]) -> tuple[list[Tensor], Any]:
+    """Answer ``torch.autograd.grad`` on a stage that lacks the numbers: the stage that has the outputs takes it.
+
+    Args:
+        args: its positional arguments, stand-ins among them.
+        kwargs: its keyword arguments.
+        source_of: tells what on another stage a value depends on.
+
+    Returns:
+        Zeros like the inputs, and what the outputs depend on.
+
+    Raises:
+        RuntimeError: the outputs are here, so the path from inputs elsewhere leaves this stage.
+    """
+    outputs, inputs = _tensors(args, kwargs, 0, "outputs"), _tensors(args, kwargs, 1, "inputs")
+    source = source_of(outputs)
+    if source is None:
+        _refuse(next(tensor for tensor in inputs if source_of(tensor) is not None))
+    return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs], source
+
+
+def _refuse(tensor: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "the step takes a gradient (`torch.autograd.grad`) with respect to a tensor of shape "
+        f"{tuple(tensor.shape)} from before the layers, but the layers between are on other pipeline stages. "
+        "Take gradients only with respect to what the last layers gave, or use `pipeline_parallel_size=1`."
+    )
 
 
 def _tensors(args: Any, kwargs: Any, place: int, name: str) -> list[Tensor]:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.parts.names import called, lies_in, outwards, parent
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES
+from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES, Absent
 from lightning_megatron.pipeline.elsewhere.away import FIRST_ONLY, MAKERS, source_of
 from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
 
@@ -189,6 +189,8 @@ class AbsentState(_Listing):
         if self._viewer.phase(lists=True) is not Phase.STEP:
             if not args and kwargs.get("destination") is None and hasattr(listed, "__dict__"):  # not of the user's own
                 listed.of_one_stage = True
+                for name in [name for name, value in listed.items() if isinstance(value, Absent)]:
+                    del listed[name]  # which a module's own `_save_to_state_dict` adds, as for quantization
             return listed
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs  # torch takes both
         prefix, keep_vars = given.get("prefix", ""), given.get("keep_vars", False)

@@ -74,7 +74,7 @@ class Provenance(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        check_inner_gradient(func, args, kwargs, self._received, self._begins_here)
+        check_inner_gradient(func, args, kwargs, self._received, self._begins_here, source_of)
         required = func in SWITCHES and args[0].requires_grad
         output = func(*args, **kwargs)
         begun = None if required else begun_by(func, args, kwargs, output)

@@ -43,6 +43,21 @@ def say_untried_by_hand(replicas: int) -> None:
     )
 
 
+def warn_of_own_gradients(line: str, replicas: int) -> None:
+    """Say that a step of manual optimization makes something of a gradient of its replica's samples.
+
+    Args:
+        line: of the user's code that takes it.
+        replicas: how many there are.
+    """
+    rank_zero_warn(
+        f"the step takes gradients with respect to parameters itself (`torch.autograd.grad` in {line}). Each of the "
+        f"{replicas} replicas has those of its own samples, and scales its losses by them, say, where one process has "
+        "those of all. Put them together, `g = self.all_gather(g).mean(0)`, and pass `whole_batch_loss=False`, which "
+        "says so, or that each replica's own are meant."
+    )
+
+
 def say_written_by_all(names: Iterable[Name], replicas: int) -> None:
     """Say that a pass on the samples of all replicas goes before each step.
 

@@ -25,6 +25,7 @@ from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
 from lightning_megatron.pipeline.run.passes import Passes
 from lightning_megatron.pipeline.run.pipeline_step import loss_of
@@ -33,6 +34,7 @@ from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.cuts import Cuts
+from lightning_megatron.strategy.loss.replicas_said import warn_of_own_gradients
 from lightning_megatron.strategy.step.replica_mean import ReplicaMean
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, Step
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -87,6 +89,37 @@ class BackwardsByHand:
         else:
             with self._shows_parts():
                 self.summed(self._torchs, *args, **kwargs)
+
+
+class GradientsTaken:
+    """Sees gradients with respect to parameters that a step of one of several replicas takes by itself.
+
+    They are those of the replica's own samples, where one process takes them of all, and scale what is trained: the
+    weight of an adversarial loss, say. They are not put together here, as they may be meant of each sample. Whichever
+    name user code calls ``torch.autograd.grad`` by, it runs the engine by this one.
+
+    Args:
+        replicas: how many there are.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas, self._said, self._replaced = replicas, replicas == 1, Replacements()
+        self._engine: Any = None
+
+    def __enter__(self) -> None:
+        if not self._said:
+            self._engine = torch.autograd._engine_run_backward
+            self._replaced.put(torch.autograd, "_engine_run_backward", self._run)
+
+    def __exit__(self, *_: object) -> None:
+        self._replaced.take_back()
+
+    def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else ()
+        if not self._said and any(isinstance(tensor, nn.Parameter) for tensor in inputs):
+            self._said = True
+            warn_of_own_gradients(line_of_user(), self._replicas)
+        return self._engine(outputs, *args, **kwargs)
 
 
 def _reaches_parameters(inputs: Any) -> bool:
@@ -163,6 +196,7 @@ class StepByHand:
         self._passes: Passes | None = None
         self._outcome: Outcome | None = None
         self._said, self._refusing = False, BackwardsByHand(_refused, nullcontext)
+        self._taken = GradientsTaken(context.replicas_told)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Run the user's step; its backwards come to :meth:`backward` meanwhile."""
@@ -180,7 +214,7 @@ class StepByHand:
             with self._stages.running(batch, 1, training=True) as executor:
                 around = self._stage, executor, self._streams, self._device, self._schedule, batch
                 self._passes = Passes(*around, self._gradients.sink)
-                with self._passes.running(), self._refusing:
+                with self._passes.running(), self._refusing, self._taken:
                     output = call(batch)
             self._passes = None
             if compares:

@@ -17,7 +17,7 @@ from lightning_megatron.strategy.lightning.trainer_access import skips_backward,
 from lightning_megatron.strategy.logs.combining import counts_for
 from lightning_megatron.strategy.logs.recorded_step import shares_of
 from lightning_megatron.strategy.loss.cuts import Cuts
-from lightning_megatron.strategy.step.by_hand import BackwardsByHand, WeightCopies
+from lightning_megatron.strategy.step.by_hand import BackwardsByHand, GradientsTaken, WeightCopies
 from lightning_megatron.strategy.step.replica_mean import ReplicaMean
 from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -57,6 +57,7 @@ class PlainStep:
         self._awaits_backward = False
         self._window = Accumulation()
         self._backwards = BackwardsByHand(self._summing, lambda: self._gradients.shows_parts())
+        self._taken = GradientsTaken(context.replicas_told)
 
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch; the output keeps its graph."""
@@ -68,7 +69,8 @@ class PlainStep:
         if compares:
             self._losses.take_batch(batch, "training_step", self._device)
         recording = self._recording.step(1, cut.logs, alone=self._logs_alone, over="training")
-        with recording as recorder, _NOTHING if automatic else self._backwards:
+        by_hand = (_NOTHING, _NOTHING) if automatic else (self._backwards, self._taken)
+        with recording as recorder, by_hand[0], by_hand[1]:
             shares = shares_of(recorder, [batch])[0]
             if cut.logs or self._cuts.weighs or shares:
                 recorder.begin_micro_batch(cut.weights[0], counts_for(cut.logs, batch)[0], shares)

@@ -253,6 +253,11 @@ class StepContext:
     precision: StepPrecision = field(default_factory=StepPrecision)
 
     @property
+    def replicas_told(self) -> int:
+        """Replicas of which the user is told what each has of its own samples; 1 where that is what they mean."""
+        return 1 if self.options.whole_batch_loss is False else self.mesh.layout.data
+
+    @property
     def passes(self) -> Repeats | None:
         """Runs training steps that are known to call the layers more than once; ``None`` where they do not."""
         repeats = self.stages.repeats
