@@ -242,11 +242,40 @@ class BySample(Gaps):
         return loss
 
 
+class PutsBack(Task):
+    """Chooses tokens by what the model makes of them, and puts what it computes of them where they were."""
+
+    def samples(self) -> TensorDataset:
+        return TensorDataset(*tokens(BATCH * STEPS, padded_from=BATCH * STEPS))
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self(x)
+        on, out = logits[..., 0] > -9, torch.zeros_like(logits)  # all of them, so that no batch says anything
+        out[on] = out[on] + logits[on].tanh() * logits[..., 1][on].unsqueeze(-1)
+        rows = (logits[..., 2] > -9).flatten().nonzero().squeeze(-1)
+        out = out.flatten(0, 1).index_add(0, rows, logits.flatten(0, 1)[rows].sin()).view_as(out)
+        return logits + out, logits[on]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.chosen(x)[0].flatten(0, 1), y.flatten())
+
+
+class AlsoMean(PutsBack):
+    """Adds their mean, too."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits, rows = self.chosen(x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * rows.square().mean()
+
+
 GAPS = (Gaps, FewerTokens, Outliers, DividedInPython, NanMean, Filtered, Skipped)
 DECIDED = (Decided, ByAccuracy, ByFloat, ByArray, Keeps, Freezes)
 WEIGHED = {Ignores: "that are not 7", Masks: "that are not 7", Rare: "weighed by their class (`weights`)"}
-KINDS = {kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample, First, LikeFirst)}
-EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1)}
+KINDS = {
+    kind.__name__: kind for kind in (*GAPS, *DECIDED, IsIn, *WEIGHED, BySample, PutsBack, AlsoMean, First, LikeFirst)
+}
+UNTOLD = ("BySample", "PutsBack")
+EVERY = {("Gaps", 0), ("Decided", 0), ("BySample", 1), ("PutsBack", 0)}
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -271,7 +300,7 @@ def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: 
     assert not list(differences("weights", first.value, expected, 1e-9)), first.output
     said = re.sub(r"\s+", " ", first.output)
     whole = "by comparing numbers" in said or "decides something" in said
-    assert whole == (kind != "BySample" and KINDS[kind] not in WEIGHED), said
+    assert whole == (kind not in UNTOLD and KINDS[kind] not in WEIGHED), said
     assert WEIGHED.get(KINDS[kind], "") in said
 
 
@@ -287,13 +316,17 @@ def test_samples_that_are_left_out_before_the_layers_are_named(pipeline: int) ->
 
 
 @pytest.mark.parametrize(
-    "kind", ["Decided", *(pytest.param(kind, marks=WIDE) for kind in ("Gaps", "BySample", "Keeps", "Freezes"))]
+    "kind",
+    [
+        "Decided",
+        *(pytest.param(kind, marks=WIDE) for kind in ("Gaps", "BySample", "PutsBack", "AlsoMean", "Keeps", "Freezes")),
+    ],
 )
 def test_replicas_are_told(kind: str) -> None:
     outcomes = run_trainers(train, (1, 2), kind, {"micro_batch_size": "auto"}, devices=2, check=False)
     said = re.sub(r"\s+", " ", "".join(f"{outcome.error}\n{outcome.output}" for outcome in outcomes))
     assert ("Each of the 2 replicas has that number of its own samples" in said) == (
-        kind in ("Decided", "Gaps", "Freezes")
+        kind in ("Decided", "Gaps", "AlsoMean", "Freezes")
     ), said
 
 

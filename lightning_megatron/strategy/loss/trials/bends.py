@@ -159,7 +159,7 @@ class Bends(TorchFunctionMode):
         nodes: dict[Any, list[tuple[Bend, int, float]]] = {}
         for node, bend, entries, value in self._nodes:
             nodes.setdefault(node, []).append((bend, entries, value))
-        for node, asked in self._counting.nodes:
+        for node, asked in self._counting.met():
             nodes.setdefault(node, []).append((Bend(asked.line, "count"), asked.entries, asked.value))
         behind = graph_behind([loss.grad_fn] if nodes else ()) if isinstance(loss, Tensor) else list(nodes)
         for node in behind:

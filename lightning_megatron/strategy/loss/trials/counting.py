@@ -14,6 +14,9 @@ gradient, it matters how many numbers it was left with: those of samples add up,
     each * right          3 samples   2 samples   at once 5      by sample
     ... / right.sum()     1           1           1              of the batch
 
+Rows that are chosen, computed and put back where they were are by sample too, as in a mixture whose experts take the
+tokens with a weight above zero: ``out[on] = expert(x[on])``.
+
 Of integers it matters what they are compared with: one process may count those that are something else.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.layers.whole import WholeTensor
-from lightning_megatron.mesh.parts.packages import is_library
+from lightning_megatron.mesh.autograd import graph_behind
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_library
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, frame_of_user, line_of_frame
 from lightning_megatron.strategy.activations.token_rows import ReadsOtherTokens
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
@@ -64,6 +69,12 @@ _BEGIN = _COMPARISONS | _TABLES | _MEANS
 _ITEM = functions_called("item")
 _LOSSES = functions_called("cross_entropy", "nll_loss")
 _INDEX = functions_called("__getitem__", "index_select", "gather", "take")
+_CHOICE = functions_called("__getitem__", "index_select", "masked_select")
+_PUT_BACK = functions_called(
+    *("__setitem__", "index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"),
+    *("masked_scatter", "masked_scatter_"),
+)
+"""Functions whose first differentiable argument is what rows are put in, and whose others are the rows."""
 
 
 class Asked(NamedTuple):
@@ -78,6 +89,19 @@ class Asked(NamedTuple):
     line: str
     entries: int
     value: float
+
+
+@dataclass
+class Choice:
+    """Rows that were chosen by what was computed of a comparison.
+
+    Attributes:
+        asked: by which they were.
+        lost: whether anything was computed of them that has not a row for each, and was not put back.
+    """
+
+    asked: Asked
+    lost: bool = False
 
 
 class Counting:
@@ -99,17 +123,31 @@ class Counting:
         self.nodes: list[tuple[Any, Asked]] = []
         self.constants: set[int] = set()
         self.tables: list[Tensor] = []
-        self._asked = WeakTensorKeyDictionary()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.nodes = []
+        self._asked, self._rows = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._choices: list[tuple[Any, Choice]] = []
+        self._put_back: list[Any] = []  # nodes
 
     def begin(self) -> None:
         """Before a run."""
         self._own.clear()  # tensors that are gone may have left their numbers to others
-        self.nodes, self._open, self._asked = [], True, WeakTensorKeyDictionary()
+        self._reset()
+        self._open = True
 
     def end(self) -> None:
         """After it."""
-        self.nodes, self._open, self._asked = [], False, WeakTensorKeyDictionary()
+        self._reset()
+        self._open = False
         self.tables = [table for table in self.tables if self._is_own(table)]
+
+    def met(self) -> list[tuple[Any, Asked]]:
+        """Nodes of the graph in which what was asked met what has a gradient, but for rows that are put back."""
+        rows = (following for node in self._put_back for following, _ in node.next_functions[1:])
+        back = set(graph_behind(rows)) if self._choices else set()
+        return self.nodes + [(node, each.asked) for node, each in self._choices if each.lost or node not in back]
 
     def note(self, func: Any, found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take note of a call of one of torch's functions; returns what it has found, or a number that is followed."""
@@ -129,13 +167,48 @@ class Counting:
             return found
         if begins and func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
             self.nodes.append((found.grad_fn, Asked(called_at(func), found.numel(), _number_of_floats(given))))
+        into = args[0] if found is None else found
+        if func in _PUT_BACK and into.grad_fn is not None and any(self._known(given)):
+            self._put_back.append(into.grad_fn)
+            given = [each for each in (args[0], args[-1]) if self._rows_of(each) < 0]  # and not the numbers of rows
         asked = min(self._known(given), key=lambda each: each.entries, default=None)
         if func in DECIDES and isinstance(args[0], Tensor):
             return self._take(func, found, args[0], asked)
+        if func not in _PUT_BACK:
+            self._note_rows(found, args)
         if asked is not None:
-            entries = 1 if self._chooses(func, args) else asked.entries
-            self._follow(asked._replace(entries=entries), args[0] if found is None else found)
+            asked = asked._replace(entries=1 if self._chooses(func, args) else asked.entries)
+            if not self._begins_rows(func, found, given, asked):
+                self._follow(asked, into)
         return found
+
+    def _begins_rows(self, func: Any, found: Any, given: Sequence[Any], asked: Asked) -> bool:
+        """Whether rows were chosen, or computed of some without gradients, that have gradients from here on."""
+        if not isinstance(found, Tensor) or not found.ndim:
+            return False
+        rows = [each for each in _among(given) if any(self._known([each]))]
+        if func not in _CHOICE and not all(self._rows_of(each) == len(found) for each in rows):
+            return False
+        choice = self._rows[found] = Choice(asked)
+        if found.grad_fn is not None:
+            self._choices.append((found.grad_fn, choice))
+        return found.grad_fn is not None
+
+    def _rows_of(self, given: Any) -> int:
+        """How many chosen rows there are; -1 where none were chosen."""
+        return len(given) if isinstance(given, Tensor) and given in self._rows else -1
+
+    def _note_rows(self, found: Any, args: tuple[Any, ...]) -> None:
+        """Take note of what is computed of rows that were chosen."""
+        for tensor in tensors_among(args):
+            choice = self._rows.get(tensor)
+            if choice is None or _sends_rows():
+                continue
+            for made in tensors_among([found]):
+                if made.shape[:1] == tensor.shape[:1]:
+                    self._rows[made] = choice
+                elif made.grad_fn is not None:
+                    choice.lost = True
 
     def compared(self, number: Taken, other: Any, name: str) -> None:
         """Take note of a comparison of a number that was taken out of a tensor, in Python."""
@@ -233,6 +306,14 @@ def number_of(tensor: Tensor) -> float:
         return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
     except ReadsOtherTokens:  # some tokens of a layer that is run on them alone
         return number_of(tensor.local()) if isinstance(tensor, WholeTensor) else 0.0
+
+
+def _sends_rows() -> bool:
+    """Whether it is this package that puts rows together for the ranks of their experts; they all come back."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and comes_from(frame, "torch", __package__):
+        frame = frame.f_back
+    return comes_from(frame, f"{PACKAGE}.experts")
 
 
 _MOST = 1 << 20  # entries that are added up
