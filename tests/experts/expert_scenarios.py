@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
 from tests.experts import strangers
-from tests.experts.families import FAMILIES, FURTHER, UNSPLIT, WIDTH
+from tests.experts.families import DEEP, FAMILIES, FURTHER, UNSPLIT, WIDTH
 from tests.experts.planned import PLANNED
 from tests.experts.strangers import Stacked
 from tests.harness import RankInfo
@@ -387,6 +387,23 @@ class Pretrained(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
 
 
+class Deep(Pretrained):
+    """One of four layers, whose weights are so large that experts matter, and whose steps are as long as gradients.
+
+    Args:
+        family: key of `FAMILIES` or `FURTHER`.
+    """
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family, num_hidden_layers=4, **DEEP.get(family, {}))
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.25)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
 class Balanced(Pretrained):
     """One that adds a balancing loss of its own, and masks some of its tokens.
 
@@ -616,6 +633,8 @@ def built(name: str) -> LightningModule:
         return Asking(name.removeprefix("asking_"))
     if name.startswith("balanced_"):
         return Balanced(name.removeprefix("balanced_"))
+    if name.startswith("deep_"):
+        return Deep(name.removeprefix("deep_"))
     if name in (*FAMILIES, *FURTHER, *UNSPLIT):
         return Pretrained(name)
     return MODULES.get(name, Words)()

@@ -135,6 +135,17 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Those whose experts stay on every replica."""
+DEEP: dict[str, dict[str, Any]] = {
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "NemotronH": {"layers_block_type": ["attention", "moe"] * 2},
+    "SwitchTransformers": {
+        "num_layers": 4,
+        "num_decoder_layers": 4,
+        "num_sparse_encoder_layers": 2,
+        "num_sparse_decoder_layers": 2,
+    },
+}
+"""Of those that name each of their layers, or count them otherwise: the configuration of four."""
 UNCUT = ("Dbrx", "JetMoe")
 """Those whose experts are distributed, and not cut themselves."""
 IN_FLOAT32 = (

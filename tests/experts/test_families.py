@@ -1,0 +1,41 @@
+"""Every family of mixtures trains as in one process with its experts over four ranks, in every shape of the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.expert_scenarios import fit
+from tests.experts.families import FAMILIES, FURTHER, IN_FLOAT32
+from tests.harness import one_process, run_trainers
+
+SCHEDULES = ("1f1b", "interleaved", "zb-v")
+ALL = (*FAMILIES, *FURTHER)
+
+
+def _rows() -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
+    """Each family under each schedule, and in one grid without a pipeline; the other options take turns."""
+    rows: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
+    for number, family in enumerate(ALL):
+        for turn, schedule in enumerate(SCHEDULES):
+            options: dict[str, Any] = {"expert_parallel_size": 4, "pipeline_parallel_size": 2, "micro_batch_size": 2}
+            options |= {"pipeline_schedule": schedule, "optimizer_sharding": (number + turn) % 2 == 0}
+            if (number + turn) % 3 == 0:
+                options["tensor_parallel_size"] = 2
+            rows.append((family, 8, options, {"gradient_clip_val": (0.5, None)[(number // 2 + turn) % 2]}))
+        further = ({}, {"tensor_parallel_size": 2}, {"optimizer_sharding": False})[number % 3]
+        rows.append((family, 4, {"expert_parallel_size": 4, **further}, {"gradient_clip_val": None}))
+    return rows
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "devices", "options", "trainer"), _rows(), ids=str)
+def test_training_with_four_experts_on_four_ranks_is_that_of_one_process(family, devices, options, trainer):
+    expected = one_process(fit, f"deep_{family}", None, trainer)
+    near = 1e-6 if family in IN_FLOAT32 or "tensor_parallel_size" in options else 1e-9  # norms compute in float32
+    found = [each.value for each in run_trainers(fit, f"deep_{family}", options, trainer, devices=devices)]
+    for value in found:
+        assert value["losses"] == pytest.approx(expected["losses"], rel=near)
+    torch.testing.assert_close(found[0]["weights"], expected["weights"], rtol=near, atol=near)
