@@ -92,7 +92,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Choice:
+class ChosenRows:
     """Rows that were chosen by what was computed of a comparison.
 
     Attributes:
@@ -128,7 +128,7 @@ class Counting:
     def _reset(self) -> None:
         self.nodes = []
         self._asked, self._rows = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self._choices: list[tuple[Any, Choice]] = []
+        self._choices: list[tuple[Any, ChosenRows]] = []
         self._put_back: list[Any] = []  # nodes
 
     def begin(self) -> None:
@@ -189,7 +189,7 @@ class Counting:
         rows = [each for each in _among(given) if any(self._known([each]))]
         if func not in _CHOICE and not all(self._rows_of(each) == len(found) for each in rows):
             return False
-        choice = self._rows[found] = Choice(asked)
+        choice = self._rows[found] = ChosenRows(asked)
         if found.grad_fn is not None:
             self._choices.append((found.grad_fn, choice))
         return found.grad_fn is not None
