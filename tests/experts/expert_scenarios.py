@@ -75,8 +75,8 @@ class Words(LightningModule):
 class Starved(Words):
     """All tokens go to the first two experts."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: Any = None) -> None:
+        super().__init__(layers)
         for layer in self.layers:
             layer.router.bias.data = torch.tensor([5.0, 4.0, -50.0, -50.0])  # type: ignore[union-attr]
 
@@ -542,6 +542,7 @@ class WholeUpdates(Words):
 MODULES = {
     "words": Words,
     "starved": Starved,
+    "starved_rectified": lambda: Starved([Mixture(strangers.Rectified()) for _ in range(4)]),
     "uneven": Uneven,
     "sharing": Sharing,
     "sharing_list": lambda: Sharing(listed=True),

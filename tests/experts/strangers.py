@@ -482,6 +482,8 @@ class Attending(Block):
 class Stacked(nn.Module):
     """Experts in stacked parameters, visited one by one."""
 
+    activation = staticmethod(F.gelu)
+
     def __init__(self, count: int = EXPERTS) -> None:
         super().__init__()
         self.num_experts = count
@@ -494,9 +496,15 @@ class Stacked(nn.Module):
         for expert in range(self.num_experts):
             token, place = torch.where(index == expert)
             if len(token):
-                made = F.gelu(hidden[token] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
+                made = self.activation(hidden[token] @ self.up[expert]) @ self.down[expert] + self.bias[expert]
                 out = out.index_add(0, token, (made * weights[token, place, None]).to(out.dtype))
         return out
+
+
+class Rectified(Stacked):
+    """With a corner at zero."""
+
+    activation = staticmethod(F.relu)
 
 
 class Selected(nn.Module):

@@ -50,6 +50,8 @@ ROWS: list[Any] = [
             *((family, 2, TWO, {}) for family in (*FAMILIES, *FURTHER)),
             *((family, 2, {}, {}) for family in UNSPLIT),
             *((family, 2, {"pipeline_parallel_size": 2, "micro_batch_size": 4}, {}) for family in UNSPLIT),
+            ("starved_rectified", 2, TWO, {}),
+            ("starved_rectified", 4, PIPE, {}),
             ("some_samples", 2, TWO, {}),
             ("some_samples", 4, {**PIPE, "activation_recompute": "full"}, {}),
             ("some_samples", 2, {**TWO, **GATHERS, "activation_recompute": "full"}, {}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from lightning_megatron.experts.kinds.stacked import (
 )
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.nested import on_filler
 from lightning_megatron.mesh.parts.packages import comes_from
 
 _ROWS = 6
@@ -85,7 +87,8 @@ def in_blocks(own: Callable[[Tensor], Tensor], rows: Tensor, expert: Tensor, exp
     """
     order = torch.argsort(expert, stable=True)
     given = rows[order] if len(rows) else rows.new_zeros(experts, rows.shape[1]) + rows.sum()
-    found = own(given.view(experts, -1, rows.shape[1]) if lead else given)
+    with nullcontext() if len(rows) else on_filler:
+        found = own(given.view(experts, -1, rows.shape[1]) if lead else given)
     found = found.reshape(-1, found.shape[-1])[: len(rows)]
     return found.new_empty(found.shape).index_copy(0, order, found)
 

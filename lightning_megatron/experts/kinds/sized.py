@@ -28,6 +28,7 @@ from lightning_megatron.experts.kinds.stacked import (
 )
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.nested import on_filler
 from lightning_megatron.mesh.parts.packages import comes_from
 
 Sizes = Sequence[int] | Tensor
@@ -96,7 +97,8 @@ def by_sizes(own: Callable[..., Tensor], rows: Tensor, expert: Tensor, sizes: Se
 
     if not len(rows):
         one = rows.new_zeros(1, rows.shape[1]) + rows.sum()  # gradients of the parameters are zeros then, and not None
-        return own(one, told([1, *[0] * (len(sizes) - 1)]))[:0]
+        with on_filler:
+            return own(one, told([1, *[0] * (len(sizes) - 1)]))[:0]
     order = torch.argsort(expert, stable=True)
     found = own(rows[order], told(sizes))
     return found.new_empty(found.shape).index_copy(0, order, found)

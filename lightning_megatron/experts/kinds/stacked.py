@@ -28,6 +28,7 @@ from lightning_megatron.experts.exchange.taking_part import Told
 from lightning_megatron.experts.kinds.inner_cut import InnerCut
 from lightning_megatron.experts.kinds.twin import is_elsewhere
 from lightning_megatron.layers import Experts
+from lightning_megatron.mesh.nested import on_filler
 from lightning_megatron.mesh.replaced import Replacements
 
 Made = Callable[[Callable[..., Any], Tensor, Tensor, Told], Tensor]
@@ -286,7 +287,8 @@ def computed(own: Callable[..., Any], choice: Choice, rows: Tensor, expert: Tens
     if len(rows):
         return own(*choice.of_rows(rows, expert)).flatten(0, -2)  # type: ignore[no-any-return]
     one = rows.new_zeros(1, rows.shape[1]) + rows.sum()  # gradients of the parameters are zeros then, and not None
-    return own(*choice.of_rows(one, expert.new_zeros(1))).flatten(0, -2)[:0]  # type: ignore[no-any-return]
+    with on_filler:
+        return own(*choice.of_rows(one, expert.new_zeros(1))).flatten(0, -2)[:0]  # type: ignore[no-any-return]
 
 
 def mixed(choice: Choice, send: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

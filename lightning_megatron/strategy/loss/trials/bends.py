@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.autograd import graph_behind
+from lightning_megatron.mesh.nested import on_filler
 from lightning_megatron.mesh.torch_functions import frame_of_caller
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.strategy.carried.frozen_elsewhere import line_of_freezing
@@ -119,6 +120,8 @@ class Bends(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
+        if on_filler:
+            return found
         if func in _BEND and isinstance(found, Tensor) and found.grad_fn is not None:
             self._note(func, found, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
         elif func in ORDERS and isinstance(found, Tensor) and found.numel() == 1:
