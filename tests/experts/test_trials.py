@@ -97,6 +97,25 @@ def test_experts_are_tried_on_a_part_of_their_rows(centred):
     assert [bool(why) for why in found] == [centred] * 4, found
 
 
+class TakesTwo(nn.Module):
+    """Gives its experts their weights, too, beside a layer of another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.narrow = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH // 2)
+        self.experts = nn.ModuleList([nn.Bilinear(WIDTH, WIDTH // 2, WIDTH) for _ in range(EXPERTS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, narrow = self.gate(x).softmax(-1), self.narrow(x)
+        made = [expert(x, narrow) * weights[..., [number]] for number, expert in enumerate(self.experts)]
+        return torch.stack(made).sum(0)
+
+
+def test_the_reason_is_that_of_tokens_that_the_module_takes():
+    why = try_listed(TakesTwo().double(), "experts")[0]
+    assert why == "its experts do not take one tensor and give one"
+
+
 class OtherOrder(Stacked):
     """Takes its weights first."""
 

@@ -181,7 +181,7 @@ def try_listed(module: nn.Module, *paths: str) -> tuple[str, dict[str, tuple[int
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.3)
-    why = "its forward takes no tokens"
+    why, unlike = "its forward takes no tokens", ""
     sizes = {n: None for p in module.parameters() for n in p.shape if p.is_floating_point()}
     dtype = _dtype_of(module)
     for size, lead in itertools.product(sizes, ((2, 12), (24,))):
@@ -189,12 +189,12 @@ def try_listed(module: nn.Module, *paths: str) -> tuple[str, dict[str, tuple[int
         try:
             whole, widths = _run_as_written(module, paths, tokens)
         except _Unlike as error:
-            why = str(error)
+            unlike = unlike or str(error)
         except Exception as error:
             why = f"its forward does not run on {len(lead) + 1} dims of tokens by themselves ({error})"
         else:
             return _compare_list(module, widths, tokens, whole), widths
-    return why, {}
+    return unlike or why, {}  # of tokens of the wrong width it says nothing
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:
