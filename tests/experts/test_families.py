@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from tests.experts.expert_scenarios import fit
-from tests.experts.families import FAMILIES, FURTHER, IN_FLOAT32
+from tests.experts.families import FAMILIES, FURTHER
 from tests.harness import one_process, run_trainers
 
 SCHEDULES = ("1f1b", "interleaved", "zb-v")
 ALL = (*FAMILIES, *FURTHER)
+NEAR = 1e-6
+"""Norms, softmax and scans in Hugging Face's code compute in float32, and round otherwise where a sum does.
+
+With `torch.float64` in its place in that code, layouts like these agree to 1e-14. Experts move by 1e-3 and more.
+"""
 
 
 def _rows() -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
@@ -34,8 +39,7 @@ def _rows() -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
 @pytest.mark.parametrize(("family", "devices", "options", "trainer"), _rows(), ids=str)
 def test_training_with_four_experts_on_four_ranks_is_that_of_one_process(family, devices, options, trainer):
     expected = one_process(fit, f"deep_{family}", None, trainer)
-    near = 1e-6 if family in IN_FLOAT32 or "tensor_parallel_size" in options else 1e-9  # norms compute in float32
     found = [each.value for each in run_trainers(fit, f"deep_{family}", options, trainer, devices=devices)]
     for value in found:
-        assert value["losses"] == pytest.approx(expected["losses"], rel=near)
-    torch.testing.assert_close(found[0]["weights"], expected["weights"], rtol=near, atol=near)
+        assert value["losses"] == pytest.approx(expected["losses"], rel=NEAR)
+    torch.testing.assert_close(found[0]["weights"], expected["weights"], rtol=NEAR, atol=NEAR)
