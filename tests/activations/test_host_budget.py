@@ -52,7 +52,7 @@ def has_free(monkeypatch, size: float) -> None:
     monkeypatch.setattr(host_memory, "free_bytes", lambda folder: math.ceil(size) - sum(each.held for each in made))
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("wanted", [pytest.param(0.0, marks=WIDE), 0.3, pytest.param(0.7, marks=WIDE), 1.0])
 @pytest.mark.parametrize("name", TOKENWISE)  # rows of a kind beside each other: it is measured once for them
 def test_the_largest_share_that_fits_is_taken_and_the_numbers_stay(name, wanted, monkeypatch):

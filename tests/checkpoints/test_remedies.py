@@ -106,7 +106,7 @@ def _like_the_module(kind: str, path: Path, model: Any) -> None:
 OFTEN = ("other names", "a pickled object", "other batches")
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("misfit", [pytest.param(name, marks=() if name in OFTEN else WIDE) for name in MISFITS])
 def test_a_run_that_cannot_be_resumed_is_resumed_as_it_is_told(misfit: str, tmp_path: Path) -> None:
     words, *_ = MISFITS[misfit]

@@ -47,7 +47,7 @@ def test_shared_work_gives_the_weights_of_one_process(replicas: int) -> None:
         assert value["state_elements"] < 1.15 * whole / replicas
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_any_optimizer_may_be_shared(name: str) -> None:
     # Adafactor divides gradients by their own size: those of key biases, which are zero but for rounding, become noise.

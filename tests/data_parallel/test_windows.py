@@ -165,7 +165,7 @@ def test_weights_without_a_gradient_on_some_replicas_keep_the_order_of_messages(
     check(Setup(layout, {**SPREAD, **options}, trainer), "routed")
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("module", "layout", "trainer"),
     [

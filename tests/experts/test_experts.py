@@ -138,7 +138,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "devices", "options", "trainer"), ROWS, ids=str)
 def test_training_is_that_of_one_process(name, devices, options, trainer):
     expected = one_process(fit, name, None, trainer)

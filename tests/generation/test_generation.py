@@ -63,7 +63,7 @@ TOKENS = {"sequence_parallel": True}
 CONTEXT = {"context_parallel_size": 2}
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("where", ["predict", "validate", "fit"])
 @pytest.mark.parametrize(
     ("sizes", "options"),
@@ -135,7 +135,7 @@ def test_a_strangers_loop_gives_what_it_gives_in_one_process(name: str) -> None:
     check_stranger(name, (2, 1, 1))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["ends apart", "own options"])
 @pytest.mark.parametrize(
     "sizes",
@@ -159,7 +159,7 @@ def test_strangers_loops_give_what_they_give_in_one_process(name: str, sizes: Si
     check_stranger(name, sizes)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", sorted(STRANGERS))
 def test_strangers_loops_over_context_ranks_give_what_they_give_in_one_process(name: str, sizes: Sizes) -> None:

@@ -68,7 +68,7 @@ REST = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("name", "layout"), EVERYDAY)
 def test_a_step_of_several_passes_is_that_of_one_process(name: str, layout: str) -> None:
     check(name, layout)

@@ -39,7 +39,7 @@ def _cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("place", "culprit"), _cases())
 def test_one_rank_fails_and_the_other_stage_names_it(place: str, culprit: int) -> None:
     outcomes = run_trainers(fail, (2, 1), culprit, place, devices=2, check=False, grace=SECONDS, deadline=90)

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 QUICK = {("stages", "hidden_states"), ("stages", "segmentation"), ("stages", "answers")}
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

@@ -168,7 +168,7 @@ def adapted(kind: str, **more: Any) -> nn.Module:
         return peft.get_peft_model(base, peft.LoraConfig(r=4, **options)).double().train()
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind", ADAPTERS)
 @run_ranks(tensor=2)
 def test_a_model_with_adapters_matches_one_process(mesh: Any, kind: str) -> None:

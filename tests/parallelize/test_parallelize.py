@@ -119,21 +119,21 @@ def plain_rows():
         yield pytest.param(name, marks=[] if index % 3 == 0 or name in named else [pytest.mark.wide])
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", list(plain_rows()))
 @run_ranks(tensor=2)
 def test_hugging_face_model_on_two_ranks_matches_one_process(mesh, name):
     check_hugging_face(mesh, name, False)
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NO_SEQUENCE_SHARDS])
 @run_ranks(tensor=2)
 def test_hugging_face_model_with_sequence_shards_matches_one_process(mesh, name):
     check_hugging_face(mesh, name, True)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bloom", "falcon, one key/value head", "t5"])
 @run_ranks(tensor=4)
 def test_hugging_face_model_on_four_ranks_matches_one_process(mesh, name):
@@ -179,7 +179,7 @@ def test_other_ways_of_writing_a_transformer_match_one_process_without_gathering
     assert_same_weights(module, report.parameters, whole)
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @run_ranks(tensor=2)

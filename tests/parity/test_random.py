@@ -72,7 +72,7 @@ def compare(name: str, layout: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(outcomes[0].value.weights[key], weight, rtol=1e-9, atol=1e-9, msg=key)
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, rows in EVERYDAY.items() for layout in rows])
 def test_a_layout_draws_what_one_process_draws(name: str, layout: str) -> None:
     compare(name, layout, {})

@@ -36,7 +36,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_training_by_schedule_is_that_of_one_process(row: ScheduleRow) -> None:
     check_row(row)

@@ -17,7 +17,7 @@ def test_main_modules_meet_any_two_settings_of_a_layout() -> None:
         assert met >= set(itertools.product(WIDELY, *columns))
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("row", everyday(), ids=str)
 def test_training_over_tensor_ranks_is_that_of_one_process(row: TensorRow) -> None:
     check_row(row)

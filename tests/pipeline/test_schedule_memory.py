@@ -12,7 +12,7 @@ from tests.pipeline.memory_scenarios import activations
 MICRO_BATCHES = 8
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
 def test_a_schedule_holds_what_its_checker_says(schedule: str) -> None:
     plan = make_schedule(schedule, 3, MICRO_BATCHES)

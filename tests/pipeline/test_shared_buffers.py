@@ -24,7 +24,7 @@ QUICK = {
 SCHEDULES: dict[str, dict[str, Any]] = {"one": {}, "zb-v": ZBV, "interleaved": INTERLEAVED}
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -139,7 +139,7 @@ def check(kind: type[KeptLater], layout: Layout, **arguments: Any) -> None:
         assert found["weights"] or outcome.rank > 0
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

@@ -31,7 +31,7 @@ def assert_identical(got: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert matrices and all(value.std() > 0 for value in matrices)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "late", "layout"),
     [
@@ -49,7 +49,7 @@ def test_with_a_seed_split_and_whole_modules_start_bit_for_bit_alike(kind: str, 
     assert_identical(run(layout, kind, late, True, None)[0][0], alone(kind, late, True, None))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -27,7 +27,7 @@ def _one_process(kind: str) -> Any:
     return run_trainers(copies.averaged, None, {}, kind, devices=1)[0].value
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["pp2", "pp3", "pp2xdp2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_hook_averages_on_each_stage_is_whole_on_all(kind: str, layout: tuple[int, int]) -> None:

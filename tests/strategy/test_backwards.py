@@ -40,7 +40,7 @@ APART = ("reversal", "weights_reversal", "clamp", "between", "logits", "constant
 WHOLE = "each batch runs whole"
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -63,7 +63,7 @@ def test_backwards_are_those_of_one_process(layout: str, kind: str) -> None:
         assert (WHOLE in outcomes[0].output) == (kind not in APART)
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "kind", ["hook", "weights_hook", pytest.param("function", marks=pytest.mark.wide), "reversal", "weights_reversal"]
 )

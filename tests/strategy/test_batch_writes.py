@@ -41,7 +41,7 @@ ROWS_VALIDATED = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("layout", "kind"), ROWS)
 def test_a_step_that_writes_into_its_batch_trains_as_in_one_process(layout: str, kind: str) -> None:
     (plain,) = run_trainers(writes.train, None, {}, kind, devices=1)

@@ -72,7 +72,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
 def test_replicas_go_on_from_what_one_process_has_written(
     name: str, layout: Layout, arguments: Mapping[str, Any]

@@ -19,7 +19,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("layout", "tensor"), LAYOUTS)
 @pytest.mark.parametrize(
     "scenario",

@@ -25,7 +25,7 @@ SAME = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("scenario", SAME, ids=lambda scenario: scenario.__name__)
 def test_a_habit_gives_what_it_gives_on_one_process(scenario: Any) -> None:
     compare_scenario(scenario, (2, 1))

@@ -170,7 +170,7 @@ def test_what_hooks_keep_on_several_stages_is_of_all_tokens(kind: type[Keeps]) -
     check(kind, (2, 1))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "arguments"), [((1, 1), {}), ((2, 1), {}), ((2, 1), {"pipeline_schedule": "zb-v"})], ids=str
 )

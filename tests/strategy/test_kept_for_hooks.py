@@ -440,7 +440,7 @@ def test_hooks_find_what_one_process_keeps(name: str, layout: Layout, arguments:
             assert not list(differences("logged", here, there, 1e-9)), found.output
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("name", "layout", "arguments"),
     [
@@ -473,7 +473,7 @@ def test_what_hooks_sum_over_replicas_is_summed_once() -> None:
         assert not list(differences("logged", found.value[0], logged, 1e-9)), found.output
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("layout", [pytest.param((1, 2), id="dp2"), pytest.param((2, 2), id="pp2xdp2", marks=WIDE)])
 @pytest.mark.parametrize(
     ("name", "said"),

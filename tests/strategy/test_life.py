@@ -85,7 +85,7 @@ def test_predict_returns_the_replicas_predictions_in_order_on_every_rank(layout:
     compare_scenario(life.predictions, layout, own=partial(life.part_of_predictions, layout[1]))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("scenario", [life.limits, life.overfit, life.iterable, life.two_loaders])
 def test_limits_streams_and_several_loaders_end_with_the_same_metrics(scenario: Any) -> None:
     compare_scenario(scenario, (2, 2) if scenario is life.iterable else (2, 1))

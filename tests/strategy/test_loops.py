@@ -32,7 +32,7 @@ def _compare(name: str, layout: Layout, options: Any = None, both: Any = None, *
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("name", "data", "tensor"),
     [

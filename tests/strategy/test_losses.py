@@ -90,7 +90,7 @@ def _cut_on_one_rank(module: Task, mesh: ParallelMesh, chunks: int, **options: A
     return engine
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("name", "choice", "size"),
     [
@@ -589,7 +589,7 @@ def _check(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
         assert not list(differences("logged", other.value["logged"], expected["logged"], 1e-9))
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("name", "layout", "arguments"), EVERYDAY, ids=str)
 def test_a_pipeline_trains_on_the_loss_of_the_whole_batch(name: str, layout: Layout, arguments: dict[str, Any]) -> None:
     _check(name, layout, arguments)

@@ -319,7 +319,7 @@ def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[list
 PP: dict[str, Any] = {"pipeline_parallel_size": 2, "micro_batch_size": 2}
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("name", "devices", "options"),
     [

@@ -43,7 +43,7 @@ def test_a_call_on_one_rank_gives_what_one_process_gets(name: str, arguments: di
     assert found[0][1] == pytest.approx(expected[1], abs=1e-9)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("name", "said"),
     [

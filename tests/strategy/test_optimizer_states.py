@@ -113,7 +113,7 @@ def fit(info: RankInfo, name: str, options: dict[str, Any] | None) -> tuple[dict
     return {key: value.detach().clone() for key, value in weights.items()}, [str(each.message) for each in said]
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("devices", "options"), EITHER)
 @pytest.mark.parametrize("name", ["Halves", "EachStep", "Others", "Forgets", pytest.param("InHook", marks=WIDE)])
 def test_a_step_writes_its_optimizers_state_once_per_batch(name: str, devices: int, options: Any) -> None:

@@ -45,7 +45,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
 def test_losses_of_replicas_count_as_in_one_process(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
     count_as_one_process(trained, name, layout, arguments)
@@ -64,7 +64,7 @@ SAID = {
 }
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("layout", "arguments"), LAYOUTS_SAID)
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_each_replicas_own_is_said(name: str, layout: Layout, arguments: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ QUICK = {
 REFUSED = {("tp2xpp2", "Followed"), ("tp2xpp2", "FollowedInStep")}  # pairs of which one is split, the other elsewhere
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

@@ -286,7 +286,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("name", "devices", "options"),
     [

@@ -27,7 +27,7 @@ def _refused(outcomes: list[Any], *wanted: str) -> None:
 ONE_STAGE = "`pipeline_parallel_size=1`"
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("module", "wanted"),
     [

@@ -227,7 +227,7 @@ def fit(info: RankInfo, name: str, options: dict[str, Any]) -> dict[str, Tensor]
     return {key: value.detach().clone() for key, value in trainer.strategy.full_state_dict().items()}
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("name", "devices", "options"),
     [

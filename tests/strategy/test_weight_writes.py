@@ -49,7 +49,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("layout", "kind"), ROWS)
 def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout: str, kind: str) -> None:
     plain = one_process(writes.train, None, {}, kind)
@@ -57,7 +57,7 @@ def test_a_step_that_writes_weights_or_remembers_trains_as_in_one_process(layout
     assert not found, "\n".join(found[:10])
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("layout", "kind", "arguments", "wanted"),
     [

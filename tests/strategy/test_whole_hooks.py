@@ -59,7 +59,7 @@ def compare(kind: str, layout: str, batches: int = 1) -> None:
         assert expected and not list(differences("", outcome.value, expected, 1e-9)), outcome.rank
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("kind", "layout"), ROWS)
 def test_hooks_and_steps_do_what_they_do_in_one_process(kind: str, layout: str) -> None:
     compare(kind, layout)
@@ -70,7 +70,7 @@ def test_gradient_hooks_are_given_the_gradient_of_each_batch_that_is_accumulated
     compare("Hooked", layout, batches=2)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "complaint", "sequence"),
     [
@@ -105,7 +105,7 @@ def test_hooks_on_split_layers_do_what_they_do_in_one_process(kind: str, tensor:
         assert not list(differences("", outcome.value, wanted, 1e-9)), outcome.rank
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [

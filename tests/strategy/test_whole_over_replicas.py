@@ -151,7 +151,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("name", "layout", "arguments"), ROWS, ids=str)
 def test_whole_batches_of_replicas_count_as_in_one_process(
     name: str, layout: Layout, arguments: Mapping[str, Any]

@@ -22,7 +22,7 @@ QUICK = {("stages", kind) for kind in ("lists", "globals", "iterators", "everywh
 QUICK |= {("interleaved", "mask"), ("alone", "generators"), ("alone", "elements"), ("stages", "hits")}
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

@@ -25,7 +25,6 @@ scatter of 6.6 MB       4.2          2.1               0.7
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -171,13 +170,17 @@ class _Combined:
 
     def finish(self, out: Tensor) -> None:
         """Wait for the terms and combine them into ``out``, which may be this rank's; what was sent may be changed."""
-        with waits.on(self.told), ExitStack() as lent:
-            total, *rest = [self._own if m is None else lent.enter_context(m.lent()) for m in self._terms]
-            spare = torch.empty_like(self._own) if len(rest) > 1 else out
-            for index, term in enumerate(rest, 1):
-                total = self._combine(total, term, out=out if index == len(rest) else spare)
+        with waits.on(self.told):
+            total, *rest = [self._own if term is None else term.borrow() for term in self._terms]
+        spare = torch.empty_like(self._own) if len(rest) > 1 else out
+        for index, term in enumerate(rest, 1):
+            total = self._combine(total, term, out=out if index == len(rest) else spare)
+        for message in self._terms:
+            if message is not None:
+                message.give_back()
         for message in self._sends:
-            message.wait()
+            if message.work is not None:
+                message.wait()
         self._sends, self._terms = [], []
 
     def told(self) -> waits.Waiting:

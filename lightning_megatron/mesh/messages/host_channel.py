@@ -13,8 +13,9 @@ Blocks are anonymous files whose descriptors are sent over the socket too. They 
 quota of ``/dev/shm``, and are freed when the processes end, however they end. Receives may be posted ahead; the n-th
 message of a tag matches the n-th receive of that tag, as over gloo.
 
-A sender does not wait for the receiver: it takes another block where the last one is not free yet. Both may have filled
-the socket with notes for each other: whoever cannot write a message reads meanwhile, and "is free" is told later.
+A sender does not wait for the receiver: it takes another block where the last one is not free yet. In collectives "is
+free" is told with the next message in the other direction, if there is one soon. Both may have filled the socket with
+notes for each other: whoever cannot write a message reads meanwhile.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,18 +41,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.watch.waits import numbers
+from lightning_megatron.mesh.watch import waits
 
-_PACKET = struct.Struct("<iiqq")  # kind, block, tag, bytes
+_PACKET = struct.Struct("<iiqqi")  # kind, block, tag, bytes, a block that is free again
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MESSAGE, _FREE, _BLOCK = range(3)
 _SMALLEST = 4096
 _CONNECT_S = 10.0
 _LOOK_MS = 50  # after which a thread looks whether another one has heard what it waits for
+_UNTOLD = 2  # blocks that are free again, and that the other process does not know of
 
 
 class PeerGone(ConnectionError):
     """The other process has closed the channel, or has not sent or read anything within the timeout."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        waits.mark(self)
 
 
 class _Block:
@@ -77,29 +83,42 @@ class _Block:
 class Sent:
     """A message that was sent; its tensor has been copied and may be changed."""
 
+    __slots__ = ("_block", "_channel", "_number")
+
     def __init__(self, channel: HostChannel, block: _Block) -> None:
         self._channel, self._block, self._number = channel, block, block.sent
 
     def wait(self) -> None:
         """Wait until the other process has copied it."""
-        self._channel.hear_until(lambda: self._block.fetched >= self._number)
+        silent = 0
+        while self._block.fetched < self._number:
+            silent = self._channel.hear(silent)
 
 
 class Expected:
     """A receive that was posted."""
 
-    def __init__(self, channel: HostChannel, tensor: Tensor, tag: int, number: int) -> None:
-        self._channel, self._tensor, self._key = channel, tensor, (tag, number)
+    __slots__ = ("_channel", "_index", "_key", "_lazily", "_tensor")
+
+    def __init__(self, channel: HostChannel, tensor: Tensor, key: tuple[int, int], lazily: bool) -> None:
+        self._channel, self._tensor, self._key, self._lazily = channel, tensor, key, lazily
+        self._index = -1
 
     def wait(self) -> None:
         """Wait for the message, and copy it into the tensor."""
-        self._channel.fetch(self._tensor, self._key)
+        self._index = self._channel.await_block(self._tensor, self._key)
+        address = self._channel.theirs[self._index].address
+        ctypes.memmove(self._tensor.data_ptr(), address, self._tensor.nbytes)
+        self.give_back()
 
-    @contextmanager
-    def borrowed(self) -> Iterator[Tensor]:
-        """Wait for the message, and lend it where it lies, shaped as the tensor, which is left alone."""
-        with self._channel.borrowed(self._tensor, self._key) as message:
-            yield message
+    def borrow(self) -> Tensor:
+        """Wait for the message; where it lies until :meth:`give_back`, shaped as the tensor, which is left alone."""
+        self._index = self._channel.await_block(self._tensor, self._key)
+        return self._channel.theirs[self._index].as_tensor(self._tensor)
+
+    def give_back(self) -> None:
+        """Let the sender use its block again."""
+        self._channel.give_back(self._index, self._lazily)
 
 
 class HostChannel:
@@ -112,8 +131,11 @@ class HostChannel:
         peer: global rank of the other process.
         timeout_s: seconds without a packet after which waiting fails.
 
+    Attributes:
+        theirs: blocks that the other process writes.
+
     Raises:
-        PeerGone: by every method that waits.
+        PeerGone: by every method that waits or writes.
     """
 
     def __init__(self, connection: socket.socket, peer: int, timeout_s: float) -> None:
@@ -121,11 +143,13 @@ class HostChannel:
         connection.setblocking(False)
         self._socket = connection.detach()
         self._end = weakref.finalize(self, _close, self._socket, os.getpid())
-        self._freed: list[int] = []
         self._lock = threading.RLock()
         self._gone = False
+        self._poll = self._poll_for(select.POLLIN)
         self._mine: list[_Block] = []
-        self._theirs: list[_Block] = []
+        self._free: dict[int, list[int]] = {}  # capacity -> blocks of this process
+        self.theirs: list[_Block] = []
+        self._untold: list[int] = []  # those of them that are free again
         self._posted: Counter[int] = Counter()
         self._arrived: Counter[int] = Counter()
         self._messages: dict[tuple[int, int], tuple[int, int]] = {}  # (tag, number) -> (block, bytes)
@@ -138,133 +162,136 @@ class HostChannel:
 
     def send(self, tensor: Tensor, tag: int) -> Sent:
         """Copy a contiguous CPU tensor into shared memory, and notify the other process."""
+        size = tensor.nbytes
         with self._lock:
-            self._drain()
-            index = self._free_block(tensor.nbytes)
+            index = self._take_free(size)
             block = self._mine[index]
-            ctypes.memmove(block.address, tensor.data_ptr(), tensor.nbytes)
+            ctypes.memmove(block.address, tensor.data_ptr(), size)
             block.sent += 1
-            self._tell(_MESSAGE, index, tag, tensor.nbytes)
+            freed = self._untold.pop() if self._untold else -1
+            self._write(_PACKET.pack(_MESSAGE, index, tag, size, freed))
             return Sent(self, block)
 
-    def receive(self, tensor: Tensor, tag: int) -> Expected:
-        """Post a receive into a contiguous CPU tensor."""
-        with self._lock:
-            number = self._posted[tag]
-            self._posted[tag] += 1
-        return Expected(self, tensor, tag, number)
-
-    def fetch(self, tensor: Tensor, key: tuple[int, int]) -> None:
-        """Wait for a message, and copy it into a contiguous CPU tensor.
+    def receive(self, tensor: Tensor, tag: int, *, lazily: bool = False) -> Expected:
+        """Post a receive into a contiguous CPU tensor.
 
         Args:
-            tensor: overwritten.
-            key: tag, and number among the messages of that tag.
-
-        Raises:
-            RuntimeError: the message has another size in bytes than the tensor.
+            tensor: for the message.
+            tag: its tag.
+            lazily: whether the sender does not wait until it has been fetched, and may hear of it later.
         """
-        index = self._awaited(tensor, key)
-        ctypes.memmove(tensor.data_ptr(), self._theirs[index].address, tensor.nbytes)
-        self._give_back(index)
+        number = self._posted[tag]
+        self._posted[tag] = number + 1
+        return Expected(self, tensor, (tag, number), lazily)
 
-    @contextmanager
-    def borrowed(self, like: Tensor, key: tuple[int, int]) -> Iterator[Tensor]:
-        """Wait for a message, and lend it where it lies until the other process gets its block back.
+    def await_block(self, like: Tensor, key: tuple[int, int]) -> int:
+        """Wait for a message.
 
         Args:
             like: has its shape and dtype.
             key: tag, and number among the messages of that tag.
 
+        Returns:
+            Number of its block.
+
         Raises:
             RuntimeError: the message has another size in bytes.
         """
-        index = self._awaited(like, key)
-        yield self._theirs[index].as_tensor(like)
-        self._give_back(index)
-
-    def hear_until(self, there: Callable[[], bool]) -> None:
-        """Handle what the other process tells until ``there`` says that all has been heard."""
-        self._drain()
-        deadline = time.monotonic() + self._timeout_s
-        while not there():
-            if self._gone:
-                raise PeerGone(f"rank {self.peer} closed its connection.")
-            if time.monotonic() > deadline:
-                raise PeerGone(f"rank {self.peer} sent nothing for {self._timeout_s:g} s (`timeout`).")
-            if self._comes(select.POLLIN):
-                self._drain()
-
-    def _comes(self, events: int) -> bool:
-        """Wait a little until the socket can be read, or written."""
-        poll = select.poll()  # one that two threads wait by is an error
-        poll.register(self._socket, events)
-        return bool(poll.poll(_LOOK_MS))
-
-    def _awaited(self, like: Tensor, key: tuple[int, int]) -> int:
-        """Wait for a message as long as ``like``; gives its block."""
-        if key not in self._messages:
-            self.hear_until(lambda: key in self._messages)
-        index, size = self._messages.pop(key)
+        silent = 0
+        while (found := self._messages.pop(key, None)) is None:
+            silent = self.hear(silent)
+        index, size = found
         if size != like.nbytes:
             raise RuntimeError(
-                f"rank {self.peer} sent {size} bytes where {numbers(like)} ({like.nbytes} bytes) was expected."
+                f"rank {self.peer} sent {size} bytes where {waits.numbers(like)} ({like.nbytes} bytes) was expected."
             )
         return index
 
-    def _give_back(self, index: int) -> None:
-        """Say that a block is free again, now or later: its sender may never read again, and has other blocks."""
+    def give_back(self, index: int, lazily: bool) -> None:
+        """Say that a block is free again, now or with a message to come."""
+        self._untold.append(index)
+        if lazily and len(self._untold) <= _UNTOLD:
+            return
         with self._lock:
-            self._freed.append(index)
-            self._tell_freed()
-
-    def _tell_freed(self) -> None:
-        while self._freed and not self._gone:
-            try:
-                os.write(self._socket, _PACKET.pack(_FREE, self._freed[0], 0, 0))
-            except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-                return
-            del self._freed[0]
-
-    def _drain(self) -> None:
-        """Handle all packets that are there."""
-        with self._lock:
-            self._tell_freed()
-            while not self._gone:
+            while self._untold and not self._gone and (len(self._untold) > _UNTOLD or not lazily):
+                packet = _PACKET.pack(_FREE, self._untold[-1], 0, 0, -1)
                 try:
-                    packet = os.read(self._socket, _PACKET.size)
+                    os.write(self._socket, packet)
                 except BlockingIOError:
-                    return
-                except (
-                    ConnectionResetError
-                ):  # said once of a process that has left notes unread; what it sent is behind
-                    continue
-                self._gone = not packet
-                if packet:
-                    self._handle(*_PACKET.unpack(packet))
+                    if lazily:  # who does not wait for it may never read again
+                        return
+                    self._write_patiently(packet)
+                except (BrokenPipeError, ConnectionResetError):
+                    return  # it has nothing left to send
+                self._untold.pop()
 
-    def _handle(self, kind: int, index: int, tag: int, size: int) -> None:
-        if kind == _FREE:
-            self._mine[index].fetched += 1
-        elif kind == _MESSAGE:
-            self._messages[tag, self._arrived[tag]] = index, size
-            self._arrived[tag] += 1
-        else:
-            self._take_block(size)
+    def hear(self, silent_ms: int) -> int:
+        """Wait for a packet of the other process, and handle it; or return, as another thread may have heard it.
 
-    def _free_block(self, size: int) -> int:
+        Args:
+            silent_ms: for how long nothing has come.
+
+        Returns:
+            The same, afterwards.
+        """
+        if self._gone:
+            raise PeerGone(f"rank {self.peer} closed its connection.")
+        if silent_ms > self._timeout_s * 1000:
+            raise PeerGone(f"rank {self.peer} sent nothing for {self._timeout_s:g} s (`timeout`).")
+        try:
+            comes = self._poll.poll(_LOOK_MS)
+        except RuntimeError:  # another thread waits by it
+            comes = self._poll_for(select.POLLIN).poll(_LOOK_MS)
+        return 0 if comes and self._read() else silent_ms + _LOOK_MS
+
+    def _poll_for(self, events: int) -> Any:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return poll
+
+    def _read(self) -> bool:
+        """Handle one packet, if there is one."""
+        with self._lock:
+            try:
+                packet = os.read(self._socket, _PACKET.size)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:  # once, of a process that has left notes unread; what it sent is behind
+                return True
+            if not packet:
+                self._gone = True
+                return True
+            kind, index, tag, size, freed = _PACKET.unpack(packet)
+            if kind == _MESSAGE:
+                number = self._arrived[tag]
+                self._arrived[tag] = number + 1
+                self._messages[tag, number] = index, size
+            elif kind == _FREE:
+                freed = index
+            else:
+                self._take_block(size)
+            if freed >= 0:
+                block = self._mine[freed]
+                block.fetched += 1
+                self._free[block.capacity].append(freed)
+        return True
+
+    def _take_free(self, size: int) -> int:
         """Index of a free block; sizes are rounded up to powers of two, so that varying sizes need few blocks."""
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length() if size else 0)
-        for index, block in enumerate(self._mine):
-            if block.capacity == capacity and block.fetched == block.sent:
-                return index
+        free = self._free.setdefault(capacity, [])
+        while not free and not self._gone and self._read():
+            pass
+        if free:
+            return free.pop()
         descriptor = os.memfd_create("lightning_megatron")
         try:
             os.ftruncate(descriptor, capacity)
             self._mine.append(_Block(descriptor, capacity))
-            self._tell(_BLOCK, 0, 0, capacity)
+            self._write(_PACKET.pack(_BLOCK, 0, 0, capacity, -1))
             with socket.socket(fileno=os.dup(self._socket)) as connection:
-                self._patiently(lambda: socket.send_fds(connection, [b"\0"], [descriptor]))
+                connection.settimeout(self._timeout_s)
+                socket.send_fds(connection, [b"\0"], [descriptor])
         finally:
             os.close(descriptor)
         return len(self._mine) - 1
@@ -273,30 +300,34 @@ class HostChannel:
         with socket.socket(fileno=os.dup(self._socket)) as connection:
             connection.settimeout(self._timeout_s)  # its descriptor is behind the packet
             _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
-        self._theirs.append(_Block(descriptor, capacity))
+        self.theirs.append(_Block(descriptor, capacity))
         os.close(descriptor)
 
-    def _tell(self, kind: int, index: int, tag: int, size: int) -> None:
-        packet = _PACKET.pack(kind, index, tag, size)
-        self._patiently(lambda: os.write(self._socket, packet))
+    def _write(self, packet: bytes) -> None:
+        if self._gone:
+            raise PeerGone(f"rank {self.peer} closed its connection.")
+        try:
+            os.write(self._socket, packet)
+        except BlockingIOError:
+            self._write_patiently(packet)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise PeerGone(f"rank {self.peer} closed its connection.") from error
 
-    def _patiently(self, write: Callable[[], Any]) -> None:
-        """Write what fits into the socket as a whole, as soon as it does."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            if self._gone:
-                raise PeerGone(f"rank {self.peer} closed its connection.")
-            try:
-                write()
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise PeerGone(f"rank {self.peer} read nothing for {self._timeout_s:g} s (`timeout`).") from error
-                self._comes(select.POLLIN | select.POLLOUT)
-                self._drain()
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise PeerGone(f"rank {self.peer} closed its connection.") from error
-            else:
+    def _write_patiently(self, packet: bytes) -> None:
+        """Write a packet as soon as it fits into the socket."""
+        poll, deadline = self._poll_for(select.POLLIN | select.POLLOUT), time.monotonic() + self._timeout_s
+        with waits.on(lambda: waits.Waiting(f"rank {self.peer} to read what was sent to it", (self.peer,))):
+            while time.monotonic() < deadline:
+                poll.poll(_LOOK_MS)
+                self._read()
+                try:
+                    os.write(self._socket, packet)
+                except BlockingIOError:
+                    continue
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise PeerGone(f"rank {self.peer} closed its connection.") from error
                 return
+        raise PeerGone(f"rank {self.peer} read nothing for {self._timeout_s:g} s (`timeout`).")
 
 
 def _close(descriptor: int, process: int) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.host_channel import HostChannel, open_channels
@@ -50,17 +52,17 @@ class HostPeers:
 
     def __init__(self, world: dist.ProcessGroup, channels: Mapping[int, HostChannel]) -> None:
         self._world, self._channels = weakref.ref(world), channels
-        self._routes: dict[str, list[Way | None]] = {}
+        self._ways: dict[str, list[Way | None]] = {}
 
-    def route(self, group: dist.ProcessGroup, rank: int) -> Way | None:
-        """The way to rank ``rank`` of a group; ``None`` for gloo's."""
-        routes = self._routes.get(group.group_name)
-        if routes is None:
+    def ways(self, group: dist.ProcessGroup) -> list[Way | None]:
+        """The ways to the ranks of a group; ``None`` for gloo's."""
+        known = self._ways.get(group.group_name)
+        if known is None:
             first = int.from_bytes(hashlib.blake2b(group.group_name.encode(), digest_size=8).digest()) & _TAGS >> 1
             channels = [self._channels.get(other) for other in dist.get_process_group_ranks(group)]
-            routes = [None if channel is None else Way(channel, first) for channel in channels]
-            self._routes[group.group_name] = routes
-        return routes[rank]
+            known = [None if channel is None else Way(channel, first) for channel in channels]
+            self._ways[group.group_name] = known
+        return known
 
     def serves(self, world: dist.ProcessGroup) -> bool:
         """Whether these processes are still those of the world."""
@@ -93,20 +95,25 @@ def close_peers() -> None:
         _opened.pop().close()
 
 
-def route(group: dist.ProcessGroup, rank: int, bytes_: int) -> Way | None:
+def way_of(group: dist.ProcessGroup, rank: int, like: Tensor) -> Way | None:
     """The way of a message to or from a rank of a group; ``None`` if its backend is to take it.
 
     Args:
         group: the message is of.
         rank: of the other process, in the group.
-        bytes_: length of the message.
+        like: as long as the message. One without memory is no message, which the backend knows.
     """
-    if not _opened or bytes_ > _MOST_BYTES:
+    if not _opened or like.nbytes > _MOST_BYTES or isinstance(like, FakeTensor):
         return None
-    return _opened[0].route(group, rank)
+    return _opened[0].ways(group)[rank]
+
+
+def ways_of(group: dist.ProcessGroup) -> list[Way | None]:
+    """The ways of messages of any length to the ranks of a group."""
+    return _opened[0].ways(group) if _opened else [None] * group.size()
 
 
 def reaches(group: dist.ProcessGroup, bytes_: int) -> bool:
     """Whether messages of this length go through memory to all other ranks of a group."""
-    others = (rank for rank in range(group.size()) if rank != group.rank())
-    return bool(_opened) and all(route(group, rank, bytes_) for rank in others)
+    known = ways_of(group) if bytes_ <= _MOST_BYTES else []
+    return bool(known) and all(way is not None for rank, way in enumerate(known) if rank != group.rank())

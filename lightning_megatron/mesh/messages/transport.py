@@ -12,14 +12,11 @@ memory; all others go through the backend (gloo, NCCL)::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_megatron.mesh.messages import host_peers
 from lightning_megatron.mesh.messages.host_channel import Expected
@@ -53,19 +50,22 @@ class Message:
                 self.work.wait()
         self.work = self._tensor = None
 
-    @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """Wait for the tensor, and lend it where it lies, which may be memory of two processes; callers say that they
-        wait.
+    def borrow(self) -> Tensor:
+        """Wait for the tensor; where it lies until :meth:`give_back`, which may be memory of two processes.
+
+        Callers say that they wait.
         """
         if isinstance(self.work, Expected):
-            with self.work.borrowed() as lying:
-                yield lying
-            self.work = self._tensor = None
-            return
+            return self.work.borrow()
         tensor = cast(Tensor, self._tensor)
         self.wait()
-        yield tensor
+        return tensor
+
+    def give_back(self) -> None:
+        """Be through with a tensor that was borrowed."""
+        if isinstance(self.work, Expected):
+            self.work.give_back()
+        self.work = self._tensor = None
 
     def told(self) -> waits.Waiting | None:
         """Description of the wait, for reports of hanging ranks; ``None`` if it is over."""
@@ -93,7 +93,7 @@ class Transport:
 
     def __init__(self, group: dist.ProcessGroup, *, through_memory: bool = True) -> None:
         self.group = group
-        self._ways = [host_peers.route(group, rank, 0) if through_memory else None for rank in range(group.size())]
+        self._ways = host_peers.ways_of(group) if through_memory else [None] * group.size()
 
     @property
     def posts_ahead(self) -> bool:
@@ -105,8 +105,7 @@ class Transport:
         way = self._ways[to]
         if way is None:
             return _send(self.group, tensor, to, tag)
-        with waits.on(_fetching, self.group, to):
-            return Message(way.channel.send(tensor, way.first_tag + tag), to, self.group, None, False)
+        return Message(way.channel.send(tensor, way.first_tag + tag), to, self.group, None, False)
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Message:
         """Post a receive from rank ``source`` of the group into a contiguous tensor."""
@@ -121,35 +120,29 @@ def send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int = 0) -> Mes
 
     Long ones go through the backend, which does not copy them. What went through memory may be changed at once.
     """
-    way = _way(group, tensor, to)
+    way = host_peers.way_of(group, to, tensor)
     if way is None:
         return _send(group, tensor, to, tag)
     for hear in host_peers.listeners:
         hear(group)
-    with waits.on(_fetching, group, to):
-        way.channel.send(tensor, way.first_tag + tag)
-    return Message(None, to, group, None, False)
+    way.channel.send(tensor, way.first_tag + tag)
+    return _THROUGH
 
 
 def receive(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int = 0) -> Message:
     """Post a receive of such a message; arguments as of :meth:`Transport.receive`."""
-    way = _way(group, tensor, source)
+    way = host_peers.way_of(group, source, tensor)
     if way is None:
         return _receive(group, tensor, source, tag)
-    return Message(way.channel.receive(tensor, way.first_tag + tag), source, group, tensor, True)
+    return Message(way.channel.receive(tensor, way.first_tag + tag, lazily=True), source, group, tensor, True)
 
 
 def expect(group: dist.ProcessGroup, like: Tensor, source: int, tag: int = 0) -> Message:
-    """Post a receive of what is shaped like a contiguous tensor, to be lent (:meth:`Message.lent`)."""
-    way = _way(group, like, source)
+    """Post a receive of what is shaped like a contiguous tensor, to be borrowed (:meth:`Message.borrow`)."""
+    way = host_peers.way_of(group, source, like)
     if way is None:
         return _receive(group, torch.empty_like(like), source, tag)
-    return Message(way.channel.receive(like, way.first_tag + tag), source, group, like, True)
-
-
-def _way(group: dist.ProcessGroup, tensor: Tensor, rank: int) -> host_peers.Way | None:
-    """The way of a message through memory; ``None`` for the backend, as of tensors without memory."""
-    return None if isinstance(tensor, FakeTensor) else host_peers.route(group, rank, tensor.nbytes)
+    return Message(way.channel.receive(like, way.first_tag + tag, lazily=True), source, group, like, True)
 
 
 def _send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int) -> Message:
@@ -168,6 +161,10 @@ def _send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int) -> Messag
 
 def _receive(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int) -> Message:
     return Message(group.recv([_real(tensor)], source, tag), source, group, tensor, True)
+
+
+_THROUGH = Message(None, -1, cast(Any, None), None, False)
+"""A message that is not to be waited for."""
 
 
 def _real(tensor: Tensor) -> Tensor:
