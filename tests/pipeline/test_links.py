@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from lightning_megatron.mesh.messages import host_channel, host_peers, transport
-from lightning_megatron.mesh.messages.host_channel import HostChannel, PeerGone, open_channels
+from lightning_megatron.mesh.messages import host_peers, transport
+from lightning_megatron.mesh.messages.host_channel import HostChannel, PeerGone
+from lightning_megatron.mesh.messages.host_peers import open_channels
 from lightning_megatron.pipeline.run.links import LinkOptions, StageLinks
 from tests.harness import run_ranks
 
@@ -155,7 +156,7 @@ def without_proc() -> tuple[str, ...]:
 @pytest.mark.parametrize("place", [on_another_host, without_proc])
 @run_ranks(pipeline=2)
 def test_processes_that_cannot_reach_each_other_go_through_the_backend(mesh: Any, place: Any) -> None:
-    with mock.patch.object(host_channel, "_host", place):
+    with mock.patch.object(host_peers, "_host", place):
         assert open_channels(mesh["pipeline_parallel"].get_group()) == {}
     with links_of(mesh, through_memory=False) as (links, stage):
         if stage == 0:
@@ -166,12 +167,12 @@ def test_processes_that_cannot_reach_each_other_go_through_the_backend(mesh: Any
 
 
 def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = host_channel._listen(1)
+    listener = host_peers._listen(1)
     assert listener is not None
     with listener, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(listener.getsockname())
         listener.settimeout(0.3)
-        monkeypatch.setattr(host_channel.os, "getuid", lambda: -2)
+        monkeypatch.setattr(host_peers.os, "getuid", lambda: -2)
         with pytest.raises(TimeoutError):
-            host_channel._accept(listener, {1})
+            host_peers._accept(listener, {1})
         assert stranger.recv(1) == b"", "closed"

@@ -12,18 +12,26 @@ this way, from run to run; sender and receiver decide it alike, by the ranks and
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
+import struct
+import sys
+import uuid
 import weakref
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.mesh.messages.host_channel import HostChannel, open_channels
+from lightning_megatron.mesh.messages.host_channel import HostChannel
 
 _MOST_BYTES = 8 << 20
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CONNECT_S = 10.0
 _TAGS = (1 << 63) - 1
 
 listeners: list[Callable[[dist.ProcessGroup], None]] = []
@@ -117,3 +125,93 @@ def reaches(group: dist.ProcessGroup, bytes_: int) -> bool:
     """Whether messages of this length go through memory to all other ranks of a group."""
     known = ways_of(group) if bytes_ <= _MOST_BYTES else []
     return bool(known) and all(way is not None for rank, way in enumerate(known) if rank != group.rank())
+
+
+def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
+    """Open channels to the ranks of a gloo group that run on this host, with the group's timeout.
+
+    Collective over the group.
+
+    Returns:
+        Global rank -> channel. Empty on platforms without anonymous files; ranks that this process cannot reach (in
+        another container of the host, for instance) are absent.
+    """
+    own, size = group.rank(), group.size()
+    listener = _listen(size)
+    try:
+        places = objects.gather(None if listener is None else (_host(), listener.getsockname()), group)
+        connected = {} if listener is None else _connect(places, own)
+        reached = objects.gather(sorted(connected), group)
+        if listener is not None:
+            connected |= _accept(listener, {rank for rank in range(own + 1, size) if own in reached[rank]})
+    finally:
+        if listener is not None:
+            listener.close()
+    ranks = dist.get_process_group_ranks(group)
+    backend: Any = group._get_backend(torch.device("cpu"))
+    timeout_s = backend.options._timeout.total_seconds()
+    return {ranks[rank]: HostChannel(connection, ranks[rank], timeout_s) for rank, connection in connected.items()}
+
+
+def _listen(backlog: int) -> socket.socket | None:
+    """A listening socket without a path in the file system.
+
+    ``None`` where such sockets or anonymous files are not available: on platforms other than Linux, or if not
+    permitted.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        os.close(os.memfd_create("lightning_megatron"))
+        _host()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.settimeout(_CONNECT_S)
+            listener.bind(f"\0lightning_megatron-{uuid.uuid4()}")
+            listener.listen(backlog)
+        except OSError:
+            listener.close()
+            raise
+    except OSError:
+        return None
+    return listener
+
+
+def _host() -> tuple[str, ...]:
+    """Identity of the host, namespaces and user: equal for processes that can, and may, reach each other's sockets."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user"), str(os.getuid())
+
+
+def _connect(places: Sequence[Any], own: int) -> dict[int, socket.socket]:
+    """Connect to the lower ranks that are on this rank's host: rank -> connection."""
+    connected = {}
+    for rank, place in enumerate(places[:own]):
+        if place is None or place[0] != places[own][0]:
+            continue
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_CONNECT_S)
+        try:
+            connection.connect(place[1])
+            connection.sendall(own.to_bytes(4, "little"))
+        except OSError:
+            connection.close()
+            continue
+        connected[rank] = connection
+    return connected
+
+
+def _accept(listener: socket.socket, expected: set[int]) -> dict[int, socket.socket]:
+    """Accept the connections of ``expected`` ranks, and refuse those of other users' processes: rank -> connection."""
+    connected: dict[int, socket.socket] = {}
+    while expected - connected.keys():
+        connection, _ = listener.accept()
+        _, user, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user != os.getuid():
+            connection.close()
+            continue
+        connected[int.from_bytes(connection.recv(4), "little")] = connection
+    return connected
