@@ -175,6 +175,54 @@ class Adapted(nn.Module):
         return self.bank(x.flatten(0, 1), index, weights).view_as(x)  # type: ignore[no-any-return]
 
 
+class Unlike(nn.Module):
+    """A list of experts of unlike widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(_mlp(8 * (1 + number)) for number in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = index == number
+            out[mine] = expert(x[mine]) * weight[mine, None]
+        return out
+
+
+class ByPlace(nn.Module):
+    """A list of experts without a router: a token's place in the text chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(_mlp(24) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[:, number::EXPERTS] = expert(x[:, number::EXPERTS])
+        return out
+
+
+class Picked(nn.Module):
+    """Picks the weights that each token has chosen out of one stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.bank = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return (torch.einsum("bth,btkhg->btkg", x, self.bank[index]).tanh() * weights[..., None]).sum(2)
+
+
+def _mlp(inner: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH))
+
+
 PLANNED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "turns": (Turns, {"*.bank": "experts", "*.bank.up": 1, "*.bank.down": 2}),
     "soft": (Soft, {"layers.*.mixture": "gathered"}),
@@ -183,6 +231,9 @@ PLANNED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "reaches": (Reaches, {"layers.*.mixture": "gathered", "*.shelf.both": 1}),
     "frozen": (Frozen, {"*.bank": "experts"}),
     "adapted": (Adapted, {"layers.*.mixture.bank": "gathered"}),
+    "unlike": (Unlike, {"layers.*.mixture": "gathered", "*.experts.*.*.weight": 0, "*.experts.*.*.bias": 0}),
+    "by_place": (ByPlace, {"layers.*.mixture": "gathered", "*.experts.*.*.weight": 0, "*.experts.*.*.bias": 0}),
+    "picked": (Picked, {"layers.*.mixture": "gathered"}),
     "shelves": (Reaches, {"*.shelf": "gathered", "*.shelf.both": 1}),
 }
 """By name: the mixture, and its plan."""
