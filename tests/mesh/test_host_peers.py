@@ -103,3 +103,9 @@ def test_who_waits_for_a_rank_that_has_ended_its_run_is_told(mesh: Any) -> None:
         with pytest.raises(PeerGone, match=r"rank 0 closed its connection"):
             transport.send(group, last, peer)
     host_peers.close_peers()
+
+
+def test_channels_are_used_where_each_process_of_a_host_reaches_all_others() -> None:
+    places = [(("a",), "1"), (("b",), "2"), (("a",), "3"), None, (("a",), "5")]
+    assert host_peers._all_reach_all(places, [[], [], [0], [], [0, 2]])
+    assert not host_peers._all_reach_all(places, [[], [], [0], [], [2]])

@@ -53,7 +53,7 @@ def exchanges(x: Tensor, group: dist.ProcessGroup, most: int = MOST_RANKS, *, em
 
 def reduces(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether an all-reduce of ``x`` should be sent as messages: between two ranks, or a few through memory."""
-    return exchanges(x, group, most=2) or (exchanges(x, group) and host_peers.reaches(group, x.nbytes * group.size()))
+    return exchanges(x, group, most=2) or (exchanges(x, group) and host_peers.reaches(group, x.nbytes))
 
 
 class Exchange:

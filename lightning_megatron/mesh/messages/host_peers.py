@@ -5,8 +5,11 @@ this way, from run to run; sender and receiver decide it alike, by the ranks and
 
     ranks 0 and 1 on host a, 2 on host b
 
-        0 ── 1   a channel, for messages of all groups; those above 8 MiB go over gloo, without being copied
+        0 ── 1   a channel, for messages of all groups
         0 ── 2   gloo
+
+A rank that sends more than 8 MiB in a collective does so over gloo, which copies nothing: a large model's gradients and
+weights, in buckets of 25 MB, are never in this memory as well.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ def way_of(group: dist.ProcessGroup, rank: int, like: Tensor) -> Way | None:
         rank: of the other process, in the group.
         like: as long as the message. One without memory is no message, which the backend knows.
     """
-    if not _opened or like.nbytes > _MOST_BYTES or isinstance(like, FakeTensor):
+    if not _opened or like.nbytes * (group.size() - 1) > _MOST_BYTES or isinstance(like, FakeTensor):
         return None
     return _opened[0].ways(group)[rank]
 
@@ -123,7 +126,7 @@ def ways_of(group: dist.ProcessGroup) -> list[Way | None]:
 
 def reaches(group: dist.ProcessGroup, bytes_: int) -> bool:
     """Whether messages of this length go through memory to all other ranks of a group."""
-    known = ways_of(group) if bytes_ <= _MOST_BYTES else []
+    known = ways_of(group) if bytes_ * (group.size() - 1) <= _MOST_BYTES else []
     return bool(known) and all(way is not None for rank, way in enumerate(known) if rank != group.rank())
 
 
@@ -144,6 +147,10 @@ def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
         reached = objects.gather(sorted(connected), group)
         if listener is not None:
             connected |= _accept(listener, {rank for rank in range(own + 1, size) if own in reached[rank]})
+        if not _all_reach_all(places, reached):  # some of a group would send what others do not expect
+            for connection in connected.values():
+                connection.close()
+            connected = {}
     finally:
         if listener is not None:
             listener.close()
@@ -151,6 +158,20 @@ def open_channels(group: dist.ProcessGroup) -> dict[int, HostChannel]:
     backend: Any = group._get_backend(torch.device("cpu"))
     timeout_s = backend.options._timeout.total_seconds()
     return {ranks[rank]: HostChannel(connection, ranks[rank], timeout_s) for rank, connection in connected.items()}
+
+
+def _all_reach_all(places: Sequence[Any], reached: Sequence[Sequence[int]]) -> bool:
+    """Whether each process has reached all lower ranks on its host.
+
+    Args:
+        places: host and address of each rank; ``None`` for one that nobody can reach.
+        reached: by each rank.
+    """
+    hosts = [None if place is None else place[0] for place in places]
+    return all(
+        hosts[rank] is None or list(ranks) == [other for other in range(rank) if hosts[other] == hosts[rank]]
+        for rank, ranks in enumerate(reached)
+    )
 
 
 def _listen(backlog: int) -> socket.socket | None:
