@@ -152,7 +152,7 @@ def _goes_together(options: Options, module: pl.LightningModule, name: str) -> b
         elif name == "context_parallel_size":
             check_context_run(2, str(trainer.precision), module)
         elif name == "weight_sharding":
-            check_sharded_weights(True, module, Layout(data=2))
+            check_sharded_weights(True, module, Layout(data=2), options.pipeline_layers)
         elif name == "activation_offload":
             check_activations_run("all", str(trainer.precision), module)
     except (ValueError, MisconfigurationException):

@@ -62,7 +62,7 @@ def start_run(
     """
     check_expert_ranks(*options.expert_sizes, processes.mesh.layout)
     check_expert_run(*options.expert_sizes, trainer, module)
-    check_sharded_weights(options.weight_sharding, module, processes.mesh.layout)
+    check_sharded_weights(options.weight_sharding, module, processes.mesh.layout, options.pipeline_layers)
     check_streamed_weights(options.weight_streaming, trainer, module)
     check_context_run(options.context_parallel_size, str(precision.precision), module)
     check_activations_run(options.activation_offload, str(precision.precision), module)

@@ -32,6 +32,7 @@ class EngineOptions:
     expert_balance: str | None = None
     added_balance: AddedBalance | None = None
     random_streams: str = "torch"
+    pipeline_layers: str = "auto"
 
     @property
     def schedule_shape(self) -> ScheduleShape:

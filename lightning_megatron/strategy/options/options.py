@@ -321,6 +321,7 @@ class Options:
             expert_balance=self.balance_of,
             added_balance=Balance.asked(self.expert_balance).added,
             random_streams=self.random_streams,
+            pipeline_layers=self.pipeline_layers,
         )
 
     @property

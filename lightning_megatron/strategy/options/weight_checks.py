@@ -77,8 +77,14 @@ def optimizer_sharding_of(optimizer: OptimizerSharding, weights: WeightSharding)
     return {**(optimizer if isinstance(optimizer, Mapping) else {}), "shard": asked.shard}
 
 
-def check_sharded_weights(sharding: WeightSharding, module: pl.LightningModule, layout: Layout) -> None:
+def check_sharded_weights(sharding: WeightSharding, module: pl.LightningModule, layout: Layout, layers: str) -> None:
     """Refuse modules whose weights cannot be shared out.
+
+    Args:
+        sharding: the user's choice.
+        module: the user's.
+        layout: of the run.
+        layers: name of the container of its layers, or ``"auto"``.
 
     Raises:
         MisconfigurationException: with what to change.
@@ -104,7 +110,7 @@ def check_sharded_weights(sharding: WeightSharding, module: pl.LightningModule, 
     )
     if takes_second_gradients(module):
         refuse_with(given, "`create_graph=True`: gradients of gradients need weights that have been freed")
-    if Stage.of(module) is None and (said := _without_layers(module)) is not None:
+    if Stage.of(module) is None and (said := _without_layers(module, layers)) is not None:
         refuse_with(given, f"a module without a list of layers, whose weights it would share out: {said}")
 
 
@@ -149,9 +155,9 @@ def check_streamed_weights(given: Streams, trainer: pl.Trainer, module: pl.Light
     check_module_with(streaming, module, by_hand=hand, compiled="compiled code does not wait for weights")
 
 
-def _without_layers(module: pl.LightningModule) -> str | None:
+def _without_layers(module: pl.LightningModule, layers: str) -> str | None:
     try:
-        find_trunk(module, instead="weight_sharding=False")
+        find_trunk(module, layers, instead="weight_sharding=False")
     except ValueError as error:
         return str(error).rstrip(".")
     return None

@@ -95,7 +95,7 @@ class StepEngine:
             tensor,
             options.gradients,
             several=several,
-            layers=(layers := layers_of(module, stage)),
+            layers=(layers := layers_of(module, stage, options.pipeline_layers)),
         )
         Marks.of(module).take(WeightsArrive)
         if options.gradients.weights_arrive:
