@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronCheckpointIO, MegatronStrategy, load_hf_weights
 from lightning_megatron.checkpoints.files import storage
+from lightning_megatron.strategy.memory.live_bytes import LiveBytes
+from lightning_megatron.strategy.saving.model_state import ModelState
 from tests.checkpoints.reshard_scenarios import Losses, Tied, tensors_of
 from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.train import make_trainer
@@ -222,3 +224,27 @@ def resume_damaged(info: RankInfo) -> str:
     except RuntimeError as error:
         return str(error)
     return "resumed"
+
+
+def started_from(info: RankInfo, folder: str, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Bytes of tensors while a run's weights are read: the most, those of this rank's part, those of its largest."""
+    fills, found = ModelState.fill_from, dict[str, Any]()
+
+    def counting(self: ModelState, path: Any) -> None:
+        own = [*self.module.parameters(), *self.module.buffers()]
+        live = LiveBytes(torch.device("cpu"), lambda: [(tensor, "weights") for tensor in own], lambda: ())
+        live.begin(None)
+        try:
+            fills(self, path)
+        finally:
+            most = max(live.end().totals)
+        sizes = [tensor.nbytes for tensor in own]
+        found.update(most=most, own=sum(sizes), largest=max(sizes))
+
+    strategy = MegatronStrategy(*sizes, micro_batch_size=2, initial_weights=folder)
+    with mock.patch.object(ModelState, "fill_from", counting):
+        trainer = make_trainer(info, strategy, max_steps=1, precision="32-true")
+        module = HuggingFace(rate=0.0)
+        trainer.fit(module)
+    state = trainer.strategy.full_state_dict()
+    return {**found, "weights": {name: value.clone() for name, value in state.items()}}

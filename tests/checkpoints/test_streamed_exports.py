@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from lightning_megatron.checkpoints.files.importing import import_checkpoint
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
 from tests.checkpoints.commands import command
+from tests.checkpoints.scenarios import gpt2, started_from
 from tests.generation.folders import make_tokenizer
+from tests.harness import run_trainers
+
+WIDE = pytest.mark.wide
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -59,6 +64,22 @@ def test_a_model_is_converted_tensor_by_tensor(family: str, dtype: torch.dtype, 
     assert largest <= written <= limit, (written, largest, whole)
     found = transformers.AutoModelForCausalLM.from_pretrained(again, dtype="auto").state_dict()
     assert all(torch.equal(found[name], value.to(dtype)) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((2, 1, 1), marks=WIDE), pytest.param((1, 1, 2), marks=WIDE)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=WIDE)])
+def test_a_run_reads_its_first_weights_into_the_memory_that_they_have(
+    sizes: tuple[int, int, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    model = gpt2().to(dtype)
+    model.save_pretrained(tmp_path)
+    outcomes = run_trainers(started_from, str(tmp_path), sizes, devices=math.prod(sizes))
+    for outcome in outcomes:
+        value = outcome.value
+        assert value["most"] <= value["own"] + value["largest"] < 1.6 * value["own"]
+    for name, wanted in model.float().state_dict().items():
+        assert torch.equal(outcomes[0].value["weights"][f"net.{name}"], wanted), name
 
 
 def test_an_exported_folder_has_all_that_plain_libraries_open(tmp_path: Path) -> None:

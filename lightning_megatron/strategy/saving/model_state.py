@@ -107,7 +107,7 @@ class ModelState:
         return lightning_state.gather_state_dict(self._tensors.logical_state(state), self._mesh)
 
     def fill_from(self, path: Any) -> None:
-        """Load this rank's part of a file or folder of weights, reading that part only.
+        """Load this rank's part of a file or folder of weights, reading that part only, into the memory that it has.
 
         Raises:
             RuntimeError: a parameter is missing there, or has another shape; or a file of a checkpoint is damaged.
@@ -119,11 +119,11 @@ class ModelState:
         streamed = self._streamed.names if self._streamed is not None else ()
         state = self.stored(_with_tied(self.module, streamed))
         wanted = {
-            n: (found.stored[n], as_pieces(v).empty_like())
+            n: (found.stored[n], as_pieces(v))
             for n, v in state.items()
             if isinstance(v, (Tensor, PiecedTensor)) and n in found.stored
         }
-        source.fill(wanted)
+        source.fill(wanted)  # tensors of the module itself, which the next line then copies onto themselves
         self.load({name: pieces for name, (_, pieces) in wanted.items()})
         if self._streamed is not None:
             own = {name: parameter for name, parameter in self.module.named_parameters() if name in streamed}
