@@ -105,6 +105,16 @@ def count_back(tensor: Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def saved_values(tensor: Tensor) -> Tensor:
+    """The values of a tensor that autograd saves, for hooks on saved tensors to keep; writes to it count for them, too.
+
+    The result of an operation that saves it (``exp``, ``rsqrt``, ``softmax``, attention) would hold the graph that
+    holds it by way of the hooks. No garbage collector sees that: a graph without a backward, as that of a trial, would
+    stay for ever, with all that it has saved.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 class HandsOn:
     """Hooks on saved tensors that hand all but their own to the hooks around them; their pack is a method.
 

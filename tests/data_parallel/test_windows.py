@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.data_parallel.windows.saved_weights import saved_weights
+from lightning_megatron.data_parallel.windows.window import Window
 from tests.data_parallel.sharing_scenarios import Setup
-from tests.data_parallel.window_scenarios import failed, spread
+from tests.data_parallel.window_scenarios import Tailed, failed, spread
 from tests.harness import JobFailed, one_process, run_trainers
 
 SPREAD = {"weight_sharding": True}
@@ -63,6 +67,28 @@ def test_frozen_weights_are_spread_too(layout: tuple[int, int, int]) -> None:
         assert count["most"] <= 3 * count["largest"]
         total = sum(weight.numel() for name, weight in value["weights"].items()) if layout == (1, 2, 1) else 0
         assert count["whole"] > 0.9 * 8 * total, "all of a module but norms, biases and positions"
+
+
+def test_a_graph_without_a_backward_is_freed_with_its_result() -> None:
+    windows, owner = [Window("layer", 0, [])], mock.Mock()
+    x = torch.randn(4, requires_grad=True)
+    with saved_weights(windows, owner):
+        result = x.exp()  # which saves what it gives
+        other = x.exp()
+    storage = StorageWeakRef(result.untyped_storage())
+    del result
+    assert storage.expired()
+    other.mul_(2)
+    with pytest.raises(RuntimeError, match="saved in `layer`, is at version 1; expected version 0"):
+        other.sum().backward()
+
+
+def test_layers_that_are_named_are_spread() -> None:
+    named = {**SPREAD, "pipeline_layers": "tail"}
+    block = 8 * sum(parameter.numel() for parameter in Tailed().net.transformer.h[0].parameters())
+    for value in check(Setup((1, 2, 1), named), "tailed"):
+        assert value["count"]["between"] == [0] * 8
+        assert value["count"]["largest"] < block, "no window for the layers that would be found"
 
 
 @pytest.mark.everyday(1)

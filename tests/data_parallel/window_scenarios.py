@@ -133,6 +133,21 @@ class Adapted(SharedTask):
             layer.ln_1.requires_grad_(True)
 
 
+class Tailed(SharedTask):
+    """Has a second list of layers, of fewer weights."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.tail = nn.ModuleList(nn.Linear(VOCABULARY, VOCABULARY) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, loss = self.net(*batch)
+        for layer in self.tail:
+            logits = layer(logits).tanh()
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss + logits.square().mean()
+
+
 class Tied(SharedTask):
     """Two pairs of layers share matrices; code outside of a head's forward reads its weight."""
 
@@ -314,6 +329,7 @@ MODULES: dict[str, Any] = {
     "hooked": Hooked,
     "adapted": Adapted,
     "tied": Tied,
+    "tailed": Tailed,
     "routed": Routed,
     "choosy": Choosy,
     "unreported": Unreported,

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_megatron.data_parallel.windows.window import Window, WindowOwner
 from lightning_megatron.layers.whole.base import WholeTensor
-from lightning_megatron.mesh.autograd import HandsOn
+from lightning_megatron.mesh.autograd import HandsOn, saved_values
 
 
 class _Weight:
@@ -39,7 +39,7 @@ class _Saved(HandsOn):
                 if window is not None:
                     return _Weight(tensor, window)
             if self.around is None:
-                return tensor, tensor._version
+                return saved_values(tensor), tensor._version
         return self.around[0](tensor)
 
     def unpack(self, packed: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_megatron.layers.whole import WholeTensor
-from lightning_megatron.mesh.autograd import first_order, graph_behind
+from lightning_megatron.mesh.autograd import first_order, graph_behind, saved_values
 from lightning_megatron.mesh.parts.names import lies_in
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.pipeline.elsewhere.abstract import is_fake, is_ordinary
@@ -171,7 +171,7 @@ class _PiecesCall(Wrapper):
     def _try(self, x: Tensor, dim: int) -> bool:
         tried = x.detach().narrow(dim, 0, min(x.shape[dim], _TRIED_TOKENS)).clone().requires_grad_()
         state = random_state(x.device)
-        with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):  # those around are not told of a trial
+        with torch.enable_grad(), saved_tensors_hooks(saved_values, _unchanged):  # those around are not told of a trial
             why = self._why_not(tried, dim, state)
         set_random_state(state, x.device)
         if why is not None:

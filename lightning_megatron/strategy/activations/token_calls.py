@@ -289,7 +289,7 @@ class _Run:
             if wanted is None or met[0] in wanted:
                 found[met[0]] = tensor.detach()
             met[0] += 1
-            return tensor
+            return tensor.detach()  # this graph has no backward: see `saved_values`
 
         def record(which: int, rows: Tensor) -> None:
             found[met[1], which] = rows.detach()
