@@ -112,6 +112,7 @@ def compete(
     entries = [(name, given) for name, given in contestants(info.world_size).items() if not only or name in only]
     for index in range(rounds):
         for name, (strategy, task) in entries[index % len(entries) :] + entries[: index % len(entries)]:
+            gc.collect()  # Trainers lie in cycles: else rounds are measured beside the tensors of those before
             results.setdefault(name, []).append(
                 trainer_round(info, size, steps, strategy(), size.batch // info.world_size, task)
             )
@@ -122,6 +123,7 @@ def memory(info: RankInfo, size: Size, name: str) -> int:
     """Bytes held by one contestant."""
     strategy, task = contestants(info.world_size)[name]
     counter = CountBytes()
+    gc.collect()  # what earlier jobs of this process have left behind
     trainer_round(info, size, 1, strategy(), size.batch // info.world_size, task, [counter])
     return counter.most
 
