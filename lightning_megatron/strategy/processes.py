@@ -92,6 +92,7 @@ class Processes:
         self.constructions: list[Construction] = []
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
+        self._has_failed = False
         self._naming = _NamingFailures(self.name_failure)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,6 +158,12 @@ class Processes:
         self.explain = _as_it_is  # it knows the run that ends
         if self._watch is not None:
             self._watch.leave()
+
+    def part(self) -> None:
+        """At the end of a run that has failed: close the connections; ranks that wait for this one get an error."""
+        if self._has_failed:
+            host_peers.close_peers()
+        self._has_failed = False
 
     def beat(self) -> None:
         """Tell that this rank takes part."""
@@ -303,8 +310,7 @@ class Processes:
             return
         remote = _cause(watch, exception, 2.0)
         self.report(exception)
-        if not isinstance(exception, SIGTERMException):
-            host_peers.close_peers()  # for those who wait for this rank
+        self._has_failed = not isinstance(exception, SIGTERMException)
         if remote is not None and not isinstance(exception, (RemoteFailure, AgreedFailure)):
             exception.add_note(str(remote))
         if remote is not None and _repeats(exception, remote):

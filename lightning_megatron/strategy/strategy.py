@@ -270,6 +270,7 @@ class MegatronStrategy(ParallelStrategy):
         self._processes.stop_watching()
         if self._run is not None:
             self._run.close()
+        self._processes.part()
         with leaving_meta_tensors(self.lightning_module):
             super().teardown()
 

@@ -28,7 +28,8 @@ def others_of(mesh: Any) -> tuple[Any, int]:
 def test_more_messages_may_be_under_way_than_a_socket_holds(mesh: Any) -> None:
     group, peer = others_of(mesh)
     expected = [transport.receive(group, torch.empty(3), peer) for _ in range(MANY)]
-    for number in range(MANY):  # both ranks at once, and neither has read anything yet
+    distributed.barrier()
+    for number in range(MANY):  # both ranks at once, and neither has read anything yet: each message needs a block
         transport.send(group, torch.full((3,), float(number)), peer)
     received = [message._tensor for message in expected]
     for message in reversed(expected):

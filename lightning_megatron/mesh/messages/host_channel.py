@@ -21,6 +21,7 @@ notes for each other: whoever cannot write a message reads meanwhile.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import select
@@ -30,6 +31,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -45,8 +47,11 @@ _LOOK_MS = 50  # after which a thread looks whether another one has heard what i
 _UNTOLD = 2  # blocks that are free again, and that the other process does not know of
 
 
-class PeerGone(ConnectionError):
-    """The other process has closed the channel, or has not sent or read anything within the timeout."""
+class PeerGone(ConnectionError, RuntimeError):
+    """The other process has closed the channel, or has not sent or read anything within the timeout.
+
+    A ``RuntimeError`` as well, as torch's own errors of the kind are.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -140,6 +145,7 @@ class HostChannel:
         self._mine: list[_Block] = []
         self._free: dict[int, list[int]] = {}  # capacity -> blocks of this process
         self.theirs: list[_Block] = []
+        self._announced = 0  # capacity of one of theirs, whose descriptor is behind the packet
         self._untold: list[int] = []  # those of them that are free again
         self._posted: Counter[int] = Counter()
         self._arrived: Counter[int] = Counter()
@@ -211,7 +217,7 @@ class HostChannel:
                 except BlockingIOError:
                     if lazily:  # who does not wait for it may never read again
                         return
-                    self._write_patiently(packet)
+                    self._write_patiently(functools.partial(os.write, self._socket, packet))
                 except (BrokenPipeError, ConnectionResetError):
                     return  # it has nothing left to send
                 self._untold.pop()
@@ -243,6 +249,8 @@ class HostChannel:
     def _read(self) -> bool:
         """Handle one packet, if there is one."""
         with self._lock:
+            if self._announced:
+                return self._take_block()
             try:
                 packet = os.read(self._socket, _PACKET.size)
             except BlockingIOError:
@@ -260,7 +268,7 @@ class HostChannel:
             elif kind == _FREE:
                 freed = index
             else:
-                self._take_block(size)
+                self._announced = size
             if freed >= 0:
                 block = self._mine[freed]
                 block.fetched += 1
@@ -281,38 +289,48 @@ class HostChannel:
             self._mine.append(_Block(descriptor, capacity))
             self._write(_PACKET.pack(_BLOCK, 0, 0, capacity, -1))
             with socket.socket(fileno=os.dup(self._socket)) as connection:
-                connection.settimeout(self._timeout_s)
-                socket.send_fds(connection, [b"\0"], [descriptor])
+                self._try(lambda: socket.send_fds(connection, [b"\0"], [descriptor]))
         finally:
             os.close(descriptor)
         return len(self._mine) - 1
 
-    def _take_block(self, capacity: int) -> None:
+    def _take_block(self) -> bool:
+        """Take the descriptor of a block that was announced, if it is there; both may be about to send one."""
         with socket.socket(fileno=os.dup(self._socket)) as connection:
-            connection.settimeout(self._timeout_s)  # its descriptor is behind the packet
-            _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
-        self.theirs.append(_Block(descriptor, capacity))
-        os.close(descriptor)
+            try:
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+        for descriptor in descriptors:
+            self.theirs.append(_Block(descriptor, self._announced))
+            os.close(descriptor)
+        self._announced, self._gone = 0, not descriptors
+        return True
 
     def _write(self, packet: bytes) -> None:
         if self._gone:
             raise PeerGone(f"rank {self.peer} closed its connection.")
+        self._try(lambda: os.write(self._socket, packet))
+
+    def _try(self, write: Callable[[], Any]) -> None:
         try:
-            os.write(self._socket, packet)
+            write()
         except BlockingIOError:
-            self._write_patiently(packet)
+            self._write_patiently(write)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerGone(f"rank {self.peer} closed its connection.") from error
 
-    def _write_patiently(self, packet: bytes) -> None:
-        """Write a packet as soon as it fits into the socket."""
+    def _write_patiently(self, write: Callable[[], Any]) -> None:
+        """Write as soon as it fits into the socket, and read meanwhile."""
         poll, deadline = self._poll_for(select.POLLIN | select.POLLOUT), time.monotonic() + self._timeout_s
         with waits.on(lambda: waits.Waiting(f"rank {self.peer} to read what was sent to it", (self.peer,))):
             while time.monotonic() < deadline:
                 poll.poll(_LOOK_MS)
                 self._read()
                 try:
-                    os.write(self._socket, packet)
+                    write()
                 except BlockingIOError:
                     continue
                 except (BrokenPipeError, ConnectionResetError) as error:

@@ -28,6 +28,16 @@ _SAID_BY_ALL = ("lightning.fabric.utilities.distributed", "lightning.pytorch.tra
 _said: set[str] = set()
 
 
+class CollectivesAsked:
+    """Counts the collectives that user code asks the strategy for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+asked = CollectivesAsked()
+
+
 def _said_once(record: logging.LogRecord) -> bool:
     """Whether a message of Lightning is to be printed: once, by rank 0, instead of by every rank in every save."""
     text = record.getMessage()
@@ -87,6 +97,7 @@ def reduce(tensor: Tensor, group: ProcessGroup, operation: Any) -> Tensor:
         group: of ranks.
         operation: ``"mean"``, ``"sum"`` or one of torch's; ``None`` for the sum.
     """
+    asked.count += 1
     named = operation.lower() if isinstance(operation, str) else operation
     means = named in ("mean", "avg") or named == dist.ReduceOp.AVG  # which gloo does not know
     total = dist.ReduceOp.SUM if means or named is None else named
@@ -105,6 +116,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
         sync_grads: whether gradients flow back, those of all ranks summed. torch's own way back names ranks of the
             world over gloo, which other groups lack.
     """
+    asked.count += 1
     if sync_grads:
         return gather_for_shards(tensor.unsqueeze(0), 0, group)
     with torch.no_grad():  # Lightning's own goes through a function that torch has deprecated

@@ -31,6 +31,7 @@ from lightning_megatron.pipeline.run.passes import Passes
 from lightning_megatron.pipeline.run.pipeline_step import loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.lightning import distributed
 from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
 from lightning_megatron.strategy.loss.cuts import Cuts
@@ -105,20 +106,24 @@ class GradientsTaken:
     def __init__(self, replicas: int) -> None:
         self._replicas, self._said, self._replaced = replicas, replicas == 1, Replacements()
         self._engine: Any = None
+        self._line, self._asked = "", 0
 
     def __enter__(self) -> None:
         if not self._said:
-            self._engine = torch.autograd._engine_run_backward
+            self._engine, self._asked = torch.autograd._engine_run_backward, distributed.asked.count
             self._replaced.put(torch.autograd, "_engine_run_backward", self._run)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._replaced.take_back()
+        line, self._line = self._line, ""
+        if line and kind is None and self._asked == distributed.asked.count:  # else it may have put them together
+            self._said = True
+            warn_of_own_gradients(line, self._replicas)
 
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else ()
         if not self._said and any(isinstance(tensor, nn.Parameter) for tensor in inputs):
-            self._said = True
-            warn_of_own_gradients(line_of_user(), self._replicas)
+            self._line = self._line or line_of_user()
         return self._engine(outputs, *args, **kwargs)
 
 

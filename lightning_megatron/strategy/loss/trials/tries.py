@@ -263,7 +263,7 @@ class LossTrials:
         kinds, writes, unsure, _ = verdict = tried.written(self._layers, cut=cut)
         disproved = self._written.note(verdict) if cut else ""
         own, by_sample, gathers = list[Name](), False, sees is not None and sees.gathers
-        if self.replicas is not None:
+        if self.replicas is not None and not of.at_once:  # which are tried for the loss
             own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=gathers, cut=cut)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=gathers), TRIAL)
         self._stages.settle()
@@ -395,6 +395,6 @@ class LossTrials:
             said.say_around(found, self.reading, parts)
         else:
             said.say_reading(before, found, self.reading, parts, self._mesh.layout.pipeline, self._apart)
-        new = (found.writes and not disproved) or found.undecided or before.undecided
+        new = (found.writes and not disproved) or found.undecided or before.undecided or found.opaque
         if self.reading.whole and before.tried and not before.whole and not new and why in _LATE:
             said.warn_of_earlier_steps(self._steps - 1)
