@@ -110,7 +110,7 @@ class GradientsTaken:
 
     def __enter__(self) -> None:
         if not self._said:
-            self._engine, self._asked = torch.autograd._engine_run_backward, distributed.asked.count
+            self._engine = torch.autograd._engine_run_backward
             self._replaced.put(torch.autograd, "_engine_run_backward", self._run)
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -122,8 +122,8 @@ class GradientsTaken:
 
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else ()
-        if not self._said and any(isinstance(tensor, nn.Parameter) for tensor in inputs):
-            self._line = self._line or line_of_user()
+        if not (self._said or self._line) and any(isinstance(tensor, nn.Parameter) for tensor in inputs):
+            self._line, self._asked = line_of_user(), distributed.asked.count
         return self._engine(outputs, *args, **kwargs)
 
 
