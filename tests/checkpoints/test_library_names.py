@@ -124,8 +124,8 @@ class Later(LightningModule):
 
 
 def part_by_part(info: RankInfo, folder: str, sizes: dict[str, int], path: str) -> None:
-    """Read on ranks, and written again as a checkpoint."""
-    trainer = make_trainer(info, MegatronStrategy(**sizes), max_steps=1, precision="32-true")
+    """Read on ranks, into memory that is NaN as it comes, and written again as a checkpoint."""
+    trainer = make_trainer(info, MegatronStrategy(**sizes), max_steps=1, precision="32-true", deterministic=True)
     trainer.fit(Later(folder), DataLoader(torch.arange(16).view(2, 8), batch_size=2))  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
 

@@ -90,6 +90,11 @@ class PiecedTensor:
         local = torch.zeros(self.spec.local_shape, dtype=dtype or self.dtype, device=device or self.local.device)
         return PiecedTensor(self.spec, local)
 
+    def clear_padding(self) -> None:
+        """Set elements that are in no box to zero, in memory that is about to be loaded into; the others may be, too."""
+        if self.spec.numel < self.local.numel():
+            self.local.detach().zero_()
+
     def on_host(self) -> PiecedTensor:
         """A copy in CPU memory, which later steps do not change."""
         return PiecedTensor(self.spec, self.local.detach().to("cpu", copy=True))

@@ -123,6 +123,8 @@ class ModelState:
             for n, v in state.items()
             if isinstance(v, (Tensor, PiecedTensor)) and n in found.stored
         }
+        for _, pieces in wanted.values():
+            pieces.clear_padding()  # as it came about, in a module that was never whole
         source.fill(wanted)  # tensors of the module itself, which the next line then copies onto themselves
         self.load({name: pieces for name, (_, pieces) in wanted.items()})
         if self._streamed is not None:

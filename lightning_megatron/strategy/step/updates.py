@@ -207,6 +207,7 @@ def show_weights(gradients: ModelGradients, processes: Processes) -> None:
         return
     if processes.all_stand_at(place, gradients.replicas.group):
         gradients.finish_gather()
+        processes.all_stand_at(f"{place}, whole", gradients.replicas.group)  # the first to leave closes its connections
     else:
         print(
             f"{processes.place}: the module keeps its shard of the layers' weights, and NaN elsewhere: not all "
