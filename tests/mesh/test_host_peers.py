@@ -54,6 +54,40 @@ def test_messages_of_groups_of_the_same_ranks_do_not_meet(mesh: Any) -> None:
 
 
 @run_ranks(pipeline=2)
+def test_memory_with_gaps_is_refused_on_both_sides(mesh: Any) -> None:
+    group, peer = others_of(mesh)
+    with pytest.raises(ValueError, match=r"3×3 float32 with strides \(1, 3\) is not contiguous"):
+        transport.send(group, torch.ones(3, 3).t(), peer)
+    with pytest.raises(ValueError, match=r"4 float32 with strides \(0,\) is not contiguous"):
+        transport.receive(group, torch.ones(1).expand(4), peer)
+    distributed.barrier()
+    host_peers.close_peers()
+
+
+@run_ranks(pipeline=2)
+def test_blocks_that_several_threads_give_back_are_told_once_each(mesh: Any) -> None:
+    group, peer = others_of(mesh)
+
+    def exchange(tag: int) -> None:
+        for number in range(200):
+            transport.send(group, torch.full((3,), float(number + tag)), peer, tag)
+            received = torch.empty(3)
+            transport.receive(group, received, peer, tag).wait()
+            assert received.tolist() == [number + tag] * 3
+        done.append(tag)
+
+    done: list[int] = []
+    threads = [threading.Thread(target=exchange, args=(1000 * tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 4
+    distributed.barrier()
+    host_peers.close_peers()
+
+
+@run_ranks(pipeline=2)
 def test_two_threads_wait_for_their_own_messages(mesh: Any) -> None:
     group, peer = others_of(mesh)
     first, second = torch.empty(2), torch.empty(2)

@@ -158,8 +158,12 @@ class HostChannel:
             self._end()
 
     def send(self, tensor: Tensor, tag: int) -> Sent:
-        """Copy a contiguous CPU tensor into shared memory, and notify the other process."""
-        size = tensor.nbytes
+        """Copy a contiguous CPU tensor into shared memory, and notify the other process.
+
+        Raises:
+            ValueError: the tensor is not contiguous.
+        """
+        size = _contiguous(tensor).nbytes
         with self._lock:
             index = self._take_free(size)
             block = self._mine[index]
@@ -176,10 +180,14 @@ class HostChannel:
             tensor: for the message.
             tag: its tag.
             lazily: whether the sender does not wait until it has been fetched, and may hear of it later.
+
+        Raises:
+            ValueError: the tensor is not contiguous.
         """
-        number = self._posted[tag]
-        self._posted[tag] = number + 1
-        return Expected(self, tensor, (tag, number), lazily)
+        with self._lock:
+            number = self._posted[tag]
+            self._posted[tag] = number + 1
+        return Expected(self, _contiguous(tensor), (tag, number), lazily)
 
     def await_block(self, like: Tensor, key: tuple[int, int]) -> int:
         """Wait for a message.
@@ -206,10 +214,8 @@ class HostChannel:
 
     def give_back(self, index: int, lazily: bool) -> None:
         """Say that a block is free again, now or with a message to come."""
-        self._untold.append(index)
-        if lazily and len(self._untold) <= _UNTOLD:
-            return
         with self._lock:
+            self._untold.append(index)
             while self._untold and not self._gone and (len(self._untold) > _UNTOLD or not lazily):
                 packet = _PACKET.pack(_FREE, self._untold[-1], 0, 0, -1)
                 try:
@@ -337,6 +343,15 @@ class HostChannel:
                     raise PeerGone(f"rank {self.peer} closed its connection.") from error
                 return
         raise PeerGone(f"rank {self.peer} read nothing for {self._timeout_s:g} s (`timeout`).")
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, whose memory is copied as it lies."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{waits.numbers(tensor)} with strides {tensor.stride()} is not contiguous; pass `tensor.contiguous()`."
+        )
+    return tensor
 
 
 def _close(descriptor: int, process: int) -> None:
