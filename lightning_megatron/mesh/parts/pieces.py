@@ -91,7 +91,7 @@ class PiecedTensor:
         return PiecedTensor(self.spec, local)
 
     def clear_padding(self) -> None:
-        """Set elements that are in no box to zero, in memory that is about to be loaded into; the others may be, too."""
+        """Set elements in no box to zero, in memory that is about to be loaded into; the others may be, too."""
         if self.spec.numel < self.local.numel():
             self.local.detach().zero_()
 
