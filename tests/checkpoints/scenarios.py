@@ -17,6 +17,7 @@ from lightning_megatron import MegatronCheckpointIO, MegatronStrategy, load_hf_w
 from lightning_megatron.checkpoints.files import storage
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
 from lightning_megatron.strategy.saving.model_state import ModelState
+from lightning_megatron.strategy.saving.saving import Saving
 from tests.checkpoints.reshard_scenarios import Losses, Tied, tensors_of
 from tests.harness import RankInfo, ReusedProcesses
 from tests.parity.train import make_trainer
@@ -226,25 +227,58 @@ def resume_damaged(info: RankInfo) -> str:
     return "resumed"
 
 
+class Read:
+    """Counts bytes of tensors while a run's weights are read.
+
+    Attributes:
+        most: at a time.
+        own: of this rank's part of the module.
+        largest: of its tensors.
+    """
+
+    def __init__(self) -> None:
+        self.most = self.own = self.largest = 0
+
+    def within(self, owner: Any, name: str) -> Any:
+        """Context in which calls of a method of a class that has a module are counted."""
+        method = getattr(owner, name)
+
+        def counting(of: Any, *args: Any) -> Any:
+            module = of.weights.module if isinstance(of, Saving) else of.module
+            own = [*module.parameters(), *module.buffers()]
+            live = LiveBytes(torch.device("cpu"), lambda: [(tensor, "weights") for tensor in own], lambda: ())
+            live.begin(None)
+            try:
+                return method(of, *args)
+            finally:
+                self.most = max(self.most, *live.end().totals)
+                self.own, self.largest = sum(each.nbytes for each in own), max(each.nbytes for each in own)
+
+        return mock.patch.object(owner, name, counting)
+
+
 def started_from(info: RankInfo, folder: str, sizes: tuple[int, int, int]) -> dict[str, Any]:
-    """Bytes of tensors while a run's weights are read: the most, those of this rank's part, those of its largest."""
-    fills, found = ModelState.fill_from, dict[str, Any]()
-
-    def counting(self: ModelState, path: Any) -> None:
-        own = [*self.module.parameters(), *self.module.buffers()]
-        live = LiveBytes(torch.device("cpu"), lambda: [(tensor, "weights") for tensor in own], lambda: ())
-        live.begin(None)
-        try:
-            fills(self, path)
-        finally:
-            most = max(live.end().totals)
-        sizes = [tensor.nbytes for tensor in own]
-        found.update(most=most, own=sum(sizes), largest=max(sizes))
-
-    strategy = MegatronStrategy(*sizes, micro_batch_size=2, initial_weights=folder)
-    with mock.patch.object(ModelState, "fill_from", counting):
+    """Bytes of tensors while a run's weights are read, and the weights."""
+    strategy, read = MegatronStrategy(*sizes, micro_batch_size=2, initial_weights=folder), Read()
+    with read.within(ModelState, "fill_from"):
         trainer = make_trainer(info, strategy, max_steps=1, precision="32-true")
-        module = HuggingFace(rate=0.0)
-        trainer.fit(module)
-    state = trainer.strategy.full_state_dict()
-    return {**found, "weights": {name: value.clone() for name, value in state.items()}}
+        trainer.fit(HuggingFace(rate=0.0))
+    return {**vars(read), "weights": _whole(trainer)}
+
+
+def resumed_from(info: RankInfo, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """The same where a run goes on from a checkpoint of a module with other weights."""
+    path, read = f"{info.directory}/run.ckpt", Read()
+    trainer = trainer_of(info, 1, sizes)
+    trainer.fit(HuggingFace())
+    trainer.save_checkpoint(path)
+    saved = _whole(trainer)
+    plugins = [ReusedProcesses(info), MegatronCheckpointIO(load_optimizer=False)]
+    trainer = trainer_of(info, 2, sizes, plugins=plugins)
+    with read.within(Saving, "load"), read.within(Saving, "load_model"):
+        trainer.fit(HuggingFace(rate=0.0), ckpt_path=path)
+    return {**vars(read), "saved": saved, "weights": _whole(trainer)}
+
+
+def _whole(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}

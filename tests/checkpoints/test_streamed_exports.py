@@ -16,7 +16,7 @@ from lightning_megatron.checkpoints.files.importing import import_checkpoint
 from lightning_megatron.checkpoints.files.sources import open_source
 from lightning_megatron.strategy.memory.live_bytes import LiveBytes
 from tests.checkpoints.commands import command
-from tests.checkpoints.scenarios import gpt2, started_from
+from tests.checkpoints.scenarios import gpt2, resumed_from, started_from
 from tests.generation.folders import make_tokenizer
 from tests.harness import run_trainers
 
@@ -80,6 +80,15 @@ def test_a_run_reads_its_first_weights_into_the_memory_that_they_have(
         assert value["most"] <= value["own"] + value["largest"] < 1.6 * value["own"]
     for name, wanted in model.float().state_dict().items():
         assert torch.equal(outcomes[0].value["weights"][f"net.{name}"], wanted), name
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), pytest.param((2, 1, 1), marks=WIDE), pytest.param((1, 2, 1), marks=WIDE)])
+def test_a_run_that_goes_on_reads_its_weights_into_the_memory_that_they_have(sizes: tuple[int, int, int]) -> None:
+    outcomes = run_trainers(resumed_from, sizes, devices=math.prod(sizes))
+    for outcome in outcomes:
+        assert outcome.value["most"] < 2 * outcome.value["own"], "states of random generators are read, too"
+    for name, wanted in outcomes[0].value["saved"].items():
+        assert torch.equal(outcomes[0].value["weights"][name], wanted), name
 
 
 def test_an_exported_folder_has_all_that_plain_libraries_open(tmp_path: Path) -> None:

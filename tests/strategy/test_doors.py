@@ -186,7 +186,7 @@ def test_a_state_on_disk_is_a_dict_that_reads_what_is_asked_for() -> None:
         return torch.ones(2)
 
     kinds = {name: (torch.Size([2]), torch.float32) for name in "abc"}
-    state = StateOnDisk(kinds, {"z": "a"}, reading)
+    state = StateOnDisk(kinds, {"a": "a", "b": "b", "c": "c", "z": "a"}, reading)
     assert list(state) == ["a", "b", "c", "z"] and "b" in state and len(state) == 4
     state["f"] = state.pop("b")
     del state["c"]

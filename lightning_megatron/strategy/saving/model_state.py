@@ -6,7 +6,7 @@ optimizer has float32 ones. Lightning asks for and gives whole states; between t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -132,10 +132,10 @@ class ModelState:
             places = {name: (found.stored[name], self._tensors.spec_of(name, p.shape)) for name, p in own.items()}
             self._streamed.connect(source, places)
 
-    def room(self) -> dict[str, PiecedTensor]:
-        """Empty memory for this rank's part, by name."""
+    def memory(self) -> dict[str, PiecedTensor]:
+        """This rank's part itself, by name: what is read into it, the module has once :meth:`load` was given it."""
         stored = self.stored().items()
-        return {name: as_pieces(v).empty_like() for name, v in stored if isinstance(v, (Tensor, PiecedTensor))}
+        return {name: as_pieces(v) for name, v in stored if isinstance(v, (Tensor, PiecedTensor))}
 
     def match(
         self, kinds: Kinds, saved_aliases: Mapping[str, str] | None = None, prefixes: Mapping[str, str] | None = None
@@ -158,6 +158,13 @@ class ModelState:
             {name: shape for stage in stages for name, shape in stage[0].items()},
             {name: first for stage in stages for name, first in stage[1].items()},
         )
+
+
+def shares_memory(values: Iterable[Any], pieces: Iterable[PiecedTensor]) -> bool:
+    """Whether any of ``values`` is a tensor in the memory of ``pieces``."""
+    own = {each.local.untyped_storage().data_ptr() for each in pieces}
+    tensors = (value for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
+    return any(tensor.untyped_storage().data_ptr() in own for tensor in tensors)
 
 
 def _with_tied(module: Module, names: Collection[str]) -> set[str]:

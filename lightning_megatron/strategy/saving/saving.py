@@ -7,6 +7,7 @@ what one layout saves any other can load.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.files.dcp_plans import STATE_BESIDE, beside
-from lightning_megatron.checkpoints.files.sources import open_source
+from lightning_megatron.checkpoints.files.directory import open_checkpoint
+from lightning_megatron.checkpoints.files.sources import Source
+from lightning_megatron.checkpoints.files.storage import BoxReader
 from lightning_megatron.checkpoints.state.stored import (
     GroupNames,
     Kinds,
@@ -47,7 +50,7 @@ from lightning_megatron.strategy.lightning.samplers import Samplers
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.kept_names import with_all_stages
-from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState, does_not_fit
+from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState, does_not_fit, shares_memory
 from lightning_megatron.strategy.saving.newest import answered
 from lightning_megatron.strategy.saving.resume import (
     Resumption,
@@ -158,25 +161,39 @@ class Saving:
         """
         state, own = checkpoint["state_dict"], checkpoint.get("lightning_megatron", {})
         if isinstance(state, StateOnDisk):
-            state = self._after_the_hook(own["path"], state, strict)
-        elif not own.get("is_matched"):
+            names = own.get("names") or self._fitting(own["path"], state.kinds_now(), {}, strict).stored
+            state = self._read_weights(own["path"], state, names)
+        else:
             found = self.weights.match({n: (v.shape, v.dtype) for n, v in state.items() if isinstance(v, Tensor)})
             if strict and (found.missing or found.unexpected):
                 raise RuntimeError(does_not_fit(self._module, found))
         self.weights.load(state)
 
-    def _after_the_hook(self, path: Any, state: StateOnDisk, strict: bool) -> dict[str, Any]:
-        """The state after ``on_load_checkpoint``: tensors that the hook read, and this rank's part of the others."""
-        found = self._fitting(path, state.kinds_now(), {}, strict)
+    def _read_weights(self, path: Any, state: StateOnDisk, names: Mapping[str, str]) -> dict[str, Any]:
+        """A state to load: tensors that ``on_load_checkpoint`` has read, and this rank's part of the others, which is
+        read into the memory that the module has.
+
+        Args:
+            path: of the checkpoint, whose checksums were compared before.
+            state: after the hook.
+            names: of the module's tensors -> those in ``state``.
+
+        Raises:
+            RuntimeError: a rank could not read its part.
+        """
         untouched = state.untouched
-        wanted = {
-            name: (untouched[found.stored[name]], pieces)
-            for name, pieces in self._room(found).items()
-            if found.stored[name] in untouched
-        }
-        self._io.load_tensors(path, wanted)
-        touched = {name: state[stored] for name, stored in found.stored.items() if stored not in untouched}
+        touched = {name: state[stored] for name, stored in names.items() if stored not in untouched}
         others = {n: state[n] for n in state if n not in untouched and not isinstance(state[n], Tensor)}
+        memory = self.weights.memory()
+        keeps = shares_memory(touched.values(), memory.values())  # a hook gives a weight the value of another one
+        wanted = {
+            name: (untouched[names[name]], pieces.empty_like() if keeps else pieces)
+            for name, pieces in memory.items()
+            if names.get(name) in untouched
+        }
+        for _, pieces in wanted.values():
+            pieces.clear_padding()
+        self._io.load_tensors(path, wanted)
         return others | touched | {name: pieces for name, (_, pieces) in wanted.items()}
 
     def _fitting(self, path: Any, kinds: Kinds, tied: Mapping[str, str], strict: bool) -> Match:
@@ -191,10 +208,6 @@ class Saving:
                 raise RuntimeError(does_not_fit(self._module, found))
             rank_zero_warn(f"{path} fits {type(self._module).__name__} in part: {found}.")
         return found
-
-    def _room(self, found: Match) -> dict[str, PiecedTensor]:
-        """Empty memory for this rank's part of every tensor that was found."""
-        return {name: pieces for name, pieces in self.weights.room().items() if name in found.stored}
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         """Write a Lightning checkpoint; after a failure of some ranks only, say that nothing can be saved."""
@@ -250,31 +263,33 @@ class Saving:
     def _read_tensors(self, path: Any, checkpoint: dict[str, Any], optimizers: Sequence[Optimizer] | None) -> None:
         """Fill ``checkpoint`` with this rank's tensors; those of optimizers only where some are given.
 
-        A module with an ``on_load_checkpoint`` of its own gets its weights when that has run, see :class:`StateOnDisk`.
+        Weights are read by :meth:`load_model`, into their place. Until then, and for code that looks at them after
+        that, they are on disk (:class:`StateOnDisk`): whole ones where the module has an ``on_load_checkpoint`` of its
+        own, otherwise this rank's parts.
 
         Raises:
             RuntimeError: the module's names or shapes are not those of the checkpoint, and it wants them to be.
         """
         module, kinds, own = self._module, self._io.tensor_kinds(path), checkpoint["lightning_megatron"]
         wanted: dict[str, tuple[str, PiecedTensor]] = {}
-        names: list[str] = []
-        edits = is_overridden("on_load_checkpoint", module)
-        if not edits:
+        own["path"], source = path, _tensors_of(path)
+        if is_overridden("on_load_checkpoint", module):
+            of_optimizers = {stored for stored, *_ in optimizer_names(kinds)}
+            names = {name: name for name in kinds if name not in of_optimizers}
+            names |= {name: stored for name, stored in own["aliases"].items() if stored in names}
+            state = StateOnDisk(kinds, names, source.read)
+        else:
             found = self._fitting(path, kinds, own["aliases"], module.strict_loading)
-            wanted = {name: (found.stored[name], pieces) for name, pieces in self._room(found).items()}
-            names = list(wanted)
+            specs = {name: pieces.empty_like(device="meta") for name, pieces in self.weights.memory().items()}
+            names = {name: stored for name, stored in found.stored.items() if name in specs}
+            own["names"] = {name: name for name in names}
+            parts = {stored: specs[name] for name, stored in names.items()}
+            state = StateOnDisk(kinds, names, partial(_part_of, source, parts))
         states = [] if optimizers is None else self._optimizer_states(checkpoint, kinds, optimizers, wanted)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._with_parts(path, checkpoint, own["aliases"], wanted)
         self._io.load_tensors(path, wanted)
-        if edits:
-            of_optimizers = {stored for stored, *_ in optimizer_names(kinds)}
-            weights = {name: kind for name, kind in kinds.items() if name not in of_optimizers}
-            checkpoint["state_dict"] = StateOnDisk(weights, own["aliases"], open_source(path).read)
-            own["path"] = path
-        else:
-            checkpoint["state_dict"] = {name: plain_if_whole(wanted[name][1]) for name in names}
-            own["is_matched"] = True
+        checkpoint["state_dict"] = state
         checkpoint["state_dict"].update(checkpoint.pop("state_dict_extra", {}))
         if "optimizer_groups" in checkpoint:
             checkpoint["optimizer_states"] = states
@@ -291,9 +306,10 @@ class Saving:
             return value
         kinds = self._io.tensor_kinds(path, beside(where))
         part = PartOfState(value["extra"])
-        for name, pieces in self.weights.room().items():
+        for name, own in self.weights.memory().items():
             stored = beside(where, tied.get(name, name))
-            if stored in kinds and kinds[stored][0] == pieces.shape:
+            if stored in kinds and kinds[stored][0] == own.shape:
+                pieces = own.empty_like()
                 part[name] = plain_if_whole(pieces)
                 wanted[beside(where, name)] = stored, pieces
         return part
@@ -325,3 +341,16 @@ class Saving:
                 state.setdefault(name, {})[key] = plain_if_whole(pieces)
             del optimizers[index].param_groups[given:], names[given:]  # `on_fit_start` may add them, as before
         return states
+
+
+def _tensors_of(path: Any) -> Source:
+    """A checkpoint directory, opened for its tensors alone."""
+    folder = open_checkpoint(path)
+    return Source("directory", folder, BoxReader(folder).read_metadata())
+
+
+def _part_of(source: Source, parts: Mapping[str, PiecedTensor], stored: str) -> Tensor | PiecedTensor:
+    """This rank's part of a stored tensor, in memory of its own."""
+    pieces = parts[stored].empty_like(device="cpu")
+    source.fill({stored: (stored, pieces)})
+    return plain_if_whole(pieces)

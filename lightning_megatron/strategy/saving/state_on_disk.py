@@ -25,15 +25,14 @@ class StateOnDisk(dict[str, Any]):
     """A dict of tensors of which each is read when it is first asked for.
 
     Args:
-        kinds: shape and type of every tensor in the checkpoint.
-        aliases: further names of tied tensors -> the name they are stored under.
-        read: reads one whole tensor, by its stored name.
+        kinds: shape and type of tensors in the checkpoint.
+        names: of the tensors in the dict -> the name that each is stored under.
+        read: reads one tensor, by its stored name.
     """
 
-    def __init__(self, kinds: Kinds, aliases: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+    def __init__(self, kinds: Kinds, names: Mapping[str, str], read: Callable[[str], Any]) -> None:
         super().__init__()
-        self._kinds, self._read = kinds, read
-        self._stored = {name: name for name in kinds} | {a: n for a, n in aliases.items() if n in kinds}
+        self._kinds, self._read, self._stored = kinds, read, dict(names)
         for name in self._stored:
             super().__setitem__(name, _MISSING)
 
