@@ -50,3 +50,11 @@ def test_options_that_a_module_which_splits_itself_would_ignore_are_refused(othe
     for outcome in outcomes:
         assert outcome.error is not None
         assert f"{next(iter(others))}=" in outcome.error and "DTensors" in outcome.error
+
+
+@pytest.mark.parametrize("option", ["weight_sharding", pytest.param("optimizer_offload", marks=pytest.mark.wide)])
+def test_weights_and_state_of_a_module_which_splits_itself_stay_where_it_has_them(option: str) -> None:
+    outcomes = run_trainers(fit, (1, 2), {"shard": True}, True, {option: True}, devices=2, check=False, grace=20)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert f"`{option}" in outcome.error and "cannot be combined with a module whose own" in outcome.error
