@@ -6,7 +6,7 @@ replicated over the tensor group, are counted by one rank (SC21; megatron-core c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,7 @@ def _wide(gradient: Tensor) -> Tensor:
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
-def clip_by_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+def clip_by(norm: Tensor, max_norm: float) -> Callable[[Tensor], Tensor]:
+    """Function that scales a gradient in place by ``min(1, max_norm / (norm + 1e-6))``, as torch's clipping does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return lambda gradient: gradient.mul_(factor.to(gradient.device, gradient.dtype))

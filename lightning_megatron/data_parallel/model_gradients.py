@@ -30,6 +30,7 @@ from lightning_megatron.data_parallel.update.host_plan import HostPlan
 from lightning_megatron.data_parallel.update.kept_state import KeptState
 from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate
+from lightning_megatron.data_parallel.update.sent_gradients import Change, SentGradients
 from lightning_megatron.data_parallel.update.step_hooks import StepHooks
 from lightning_megatron.data_parallel.update.whole_matrices import whole_matrices
 from lightning_megatron.data_parallel.update.whole_steps import WholeSteps
@@ -90,6 +91,7 @@ class ModelGradients:
         if splits_itself(module) and mesh.layout.data > 1:
             self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))
         self._late: LateGather | None = None
+        self._sent = SentGradients()
         self.windows: StepWindows | None = None
         self._kept = KeptState(module, tensor, self._place)
         self.buckets: GradientBuckets | None = None
@@ -209,9 +211,10 @@ class ModelGradients:
             looks = options.weights, reads_in_step, reads_weights
             frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
             self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
-        group = self._mesh.group("tensor_parallel")
-        wholes = whole_matrices(self._module, group, self._tensor, self.buckets) if gathers else None
-        self._kept.wholes = wholes
+        self._sent = host.sent if host else SentGradients()
+        self.buckets.on_summed = self._sent.send if self._sent.goes_ahead else None
+        parts = self._module, self._mesh.group("tensor_parallel"), self._tensor, self.buckets
+        self._kept.wholes = whole_matrices(*parts) if gathers else None
         self._restore_masters(self.buckets)
         if together:
             return
@@ -219,7 +222,7 @@ class ModelGradients:
             if options.overlap_gather and replicas.shards > 1 and not reads_weights:
                 self._late = LateGather(self._module, self.buckets)
             for optimizer in optimizers:
-                means = self._late, wholes, host.steps(optimizer) if host else None
+                means = self._late, self._kept.wholes, host.steps(optimizer) if host else None
                 self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, *means)
 
     def _steps_on_wholes(self, optimizers: Sequence[Optimizer]) -> dict[int, WholeSteps]:
@@ -298,9 +301,11 @@ class ModelGradients:
         for update in self.updates.values():
             update.restore()
 
-    def held(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """This rank's part of the summed gradients of ``parameters``: whole ones, or its shard of them."""
-        return [grad for parameter in parameters if (grad := self._held(parameter)) is not None]
+    def change(self, parameters: Iterable[nn.Parameter], change: Change) -> None:
+        """Change this rank's part of the summed gradients of ``parameters``: whole ones, or its shard of them."""
+        for parameter in parameters:
+            if (gradient := self._held(parameter)) is not None:
+                self._sent.change(*self._place(parameter), gradient, change)
 
     def _held(self, parameter: nn.Parameter) -> Tensor | None:
         bucket, index = self._place(parameter)
@@ -378,8 +383,7 @@ class ModelGradients:
         for bucket, weights in self._lowered_weights():
             own = flat = weights.master.to(weights.own.device)
             if bucket.sharing.shards > 1:
-                flat = own.new_empty(bucket.placement.total)
-                group = bucket.sharing.shard_group
+                flat, group = own.new_empty(bucket.placement.total), bucket.sharing.shard_group
                 wait_for(start_flat_gather(flat, own, group), "all_gather", flat, group)
             for parameter, offset in zip(bucket.parameters, bucket.placement.offsets, strict=True):
                 whole[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)

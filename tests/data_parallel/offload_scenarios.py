@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
 from lightning_megatron.data_parallel.update.hosted_steps import UpdateJob
+from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.messages import host_link as link
 from lightning_megatron.strategy.options import offload_checks
 from tests.data_parallel.sharing_scenarios import Setup, SharedTask, train
@@ -32,11 +33,13 @@ class SleepingLink(link.HostLink):
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.copies, self.together, self._running = seconds, 0, 0, 0
+        self.in_backwards = 0
         self._lock = threading.Lock()
 
     def start(self, target: Tensor, source: Tensor) -> link.Copy:
         with self._lock:
             self.copies, self._running = self.copies + 1, self._running + 1
+            self.in_backwards += in_backward()
             self.together = max(self.together, self._running)
         return _Sleeping(self, target, source.clone())
 
@@ -132,7 +135,7 @@ def offloaded(
         if around.fails:
             return {"failed": _failed(info, setup), **counted}
         trained = train(info, setup, resume, save)
-    return {**trained, **counted, "copies": path.copies, "together": path.together}
+    return {**trained, **counted, **{name: getattr(path, name) for name in ("copies", "together", "in_backwards")}}
 
 
 def _failed(info: RankInfo, setup: Setup) -> bool:

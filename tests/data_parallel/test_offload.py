@@ -135,6 +135,31 @@ def test_copies_go_on_while_the_processor_steps() -> None:
         assert value["near"] <= 2 * value["largest"], "one steps, and one comes"
 
 
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize(
+    ("layout", "options", "trainer", "least"),
+    [
+        row((1, 1, 1), SMALL, CLIPPED, 50, wide=False),
+        row((1, 2, 1), SMALL, {**CLIPPED, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}, 50),
+        row((2, 2, 1), {"micro_batch_size": 2, **SMALL}, CLIPPED, 20, wide=False),
+        row((1, 2, 1), {**SMALL, "weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2}, CLIPPED, 0),
+        row((1, 2, 1), {**SMALL, "nonfinite": "skip"}, {"precision": "bf16-mixed"}, 50),
+    ],
+)
+def test_gradients_leave_during_the_backward_and_are_clipped_where_they_arrive(
+    layout: tuple[int, int, int], options: dict[str, Any], trainer: dict[str, Any], least: int
+) -> None:
+    setup = Setup(layout, options, trainer)
+    wanted = run(setup)
+    hosted = replace(setup, strategy={**options, "optimizer_offload": {"interleave": False}})
+    for value, other in zip(run(hosted, around=Around(sleeps=0.002)), wanted, strict=True):
+        assert value["in_backwards"] >= least
+        if setup.devices == 1:
+            assert value["copies"] == value["in_backwards"], "each once, though they were clipped"
+        assert value["losses"] == other["losses"]
+        assert all(torch.equal(weight, other["weights"][name]) for name, weight in value["weights"].items())
+
+
 def test_a_failed_step_leaves_the_optimizer_whole() -> None:
     setup = Setup((1, 1, 1), {**SMALL, "optimizer_offload": {"interleave": 1}})
     assert run(setup, around=Around(fails=True))[0]["failed"]

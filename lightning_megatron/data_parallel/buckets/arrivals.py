@@ -59,6 +59,14 @@ def copy_arrived(bucket: Bucket) -> None:
         parameter.grad = view
 
 
+def late_gradient(name: str) -> str:
+    """Error for a gradient that arrives after its bucket was summed."""
+    return (
+        f"`{name}` received a gradient after its bucket was reduced. It is used in several parts of the module under "
+        "reentrant activation checkpointing; use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
+    )
+
+
 def changed_dtype(name: str, before: torch.dtype, now: torch.dtype) -> str:
     """Error for a parameter whose dtype changed after its bucket was made."""
     return (

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook, changed_dtype, copy_arrived
+from lightning_megatron.data_parallel.buckets.arrivals import ArrivalHook, changed_dtype, copy_arrived, late_gradient
 from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket, Piece, WeightLayout, make_bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
@@ -90,6 +90,7 @@ class GradientBuckets:
         self.launches = Launches(self._launch)
         self._under_way: list[Bucket] = []
         self.on_arrival: Callable[[Bucket, int], None] | None = None
+        self.on_summed: Callable[[Bucket], None] | None = None
         self._build()
 
     @property
@@ -206,7 +207,7 @@ class GradientBuckets:
             final: all, none, or those of the parameters with these ids.
         """
         self._final = final
-        if final and self._reduce and self._replicas.group is not None:
+        if final and self._reduce and not (self._replicas.group is self.on_summed is None):
             self._wake(final)
 
     def pace(self, paced: bool) -> None:
@@ -289,9 +290,8 @@ class GradientBuckets:
 
         Only with ``inspect``; ``None`` if all were finite on this rank.
         """
-        bad = set()
-        for bucket in self.buckets:
-            bad |= {name for name, most in bucket.maxima.items() if not bool(torch.isfinite(most))}
+        found = [found for bucket in self.buckets for found in bucket.maxima.items()]
+        bad = {name for name, most in found if not bool(torch.isfinite(most))}
         return next((name for name in self._parameters if name in bad), None)
 
     def close(self) -> None:
@@ -346,11 +346,7 @@ class GradientBuckets:
                 raise RuntimeError(changed_dtype(bucket.names[index], view.dtype, parameter.dtype)) from error
         bucket.touched[index] = True
         if bucket.launched and self._reduce and not bucket.shared:
-            raise RuntimeError(
-                f"`{bucket.names[index]}` received a gradient after its bucket was reduced. It is used in several "
-                "parts of the module under reentrant activation checkpointing; use "
-                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."
-            )
+            raise RuntimeError(late_gradient(bucket.names[index]))
         if self._rests and not self._final:
             self._asleep.add(id(parameter))
             return True
@@ -374,6 +370,8 @@ class GradientBuckets:
             maxima = torch._foreach_norm(list(views.values()), float("inf")) if views else []
             bucket.maxima = dict(zip(views, maxima, strict=True))
         if sharing.group is None:
+            if self.on_summed is not None:
+                self._complete(bucket)
             return
         bucket.flags.fill_(1.0)
         for index, touched in enumerate(bucket.touched):
@@ -385,7 +383,7 @@ class GradientBuckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
         bucket.start_sum(self._reduce_dtype)
-        if bucket.shard_only:
+        if bucket.shard_only or self.on_summed is not None:
             self._under_way.append(bucket)
             if len(self._under_way) > (1 if self.launches.paced else 2):  # where they start a layer later
                 self._complete(self._under_way.pop(0))
@@ -398,3 +396,5 @@ class GradientBuckets:
             bucket.let_go()
         if self._divide_by != 1:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
+        if self.on_summed is not None:
+            self.on_summed(bucket)

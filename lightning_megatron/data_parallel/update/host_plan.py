@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
 from lightning_megatron.data_parallel.update.hosted_steps import HostedSteps
+from lightning_megatron.data_parallel.update.sent_gradients import SentGradients
 from lightning_megatron.data_parallel.update.trial import seconds_of
 from lightning_megatron.mesh.messages.host_link import HostLink
 
@@ -27,6 +28,7 @@ class HostPlan:
         keeps: elements that may yet stay on the device.
         apart: whether optimizers may step bucket by bucket.
         stride: every how manieth bucket steps on the device; ``None`` for none.
+        sent: gradients that are copied there, or were.
     """
 
     memory: HostMemory
@@ -34,6 +36,10 @@ class HostPlan:
     keeps: float = 0.0
     apart: bool = True
     stride: int | None = None
+    sent: SentGradients = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent = SentGradients(self.memory, self.link)
 
     def memory_for(self, elements: int) -> HostMemory | None:
         """Memory for the master weights of one more bucket; ``None`` if they stay on the device."""
@@ -44,7 +50,7 @@ class HostPlan:
 
     def steps(self, optimizer: Optimizer) -> HostedSteps:
         """The object that takes the steps of an optimizer."""
-        return HostedSteps(optimizer, self.memory, self.link, apart=self.apart, stride=self.stride)
+        return HostedSteps(optimizer, self.memory, self.link, self.sent, apart=self.apart, stride=self.stride)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@
     processor     step 0       step 2
     device                     step 1                    step 3
 
-Gradients g of a bucket travel while the one before it steps. A bucket that steps on the device brings its weights w and
-state s there, while the one before it leaves.
+Gradients g of a bucket travel during the backward, or, where copies of them are not there, while the bucket before it
+steps. A bucket that steps on the device brings its weights w and state s there, while the one before it leaves.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
+from lightning_megatron.data_parallel.update.sent_gradients import SentGradients
 from lightning_megatron.data_parallel.update.substeps import SubSteps
 from lightning_megatron.mesh.messages.host_link import Copy, HostLink
 
@@ -34,14 +35,22 @@ class HostedSteps:
         optimizer: the user's.
         memory: of this host.
         link: between it and the device.
+        sent: gradients that are on their way already.
         apart: whether the optimizer may step bucket by bucket; else it steps on all at once, in host memory.
         stride: every how manieth bucket steps on the device; ``None`` for none.
     """
 
     def __init__(
-        self, optimizer: Optimizer, memory: HostMemory, link: HostLink, *, apart: bool = True, stride: int | None = None
+        self,
+        optimizer: Optimizer,
+        memory: HostMemory,
+        link: HostLink,
+        sent: SentGradients,
+        *,
+        apart: bool = True,
+        stride: int | None = None,
     ) -> None:
-        self.optimizer, self.memory, self.link = optimizer, memory, link
+        self.optimizer, self.memory, self.link, self.sent = optimizer, memory, link, sent
         self._apart, self._stride = apart, stride
         self._buffers: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         self._jobs: list[UpdateJob] = []
@@ -63,6 +72,9 @@ class HostedSteps:
             UpdateJob(self, run, _among(groups, run), on_device=stride is not None and number % stride == 0)
             for number, run in enumerate(runs, 1)
         ]
+        for run, job in zip(runs, self._jobs, strict=True):
+            for bucket in run:
+                self.sent.step_near(bucket, job.on_device)
         if self._apart or not self._jobs:
             self._jobs.insert(0, UpdateJob(self, [], resident))
         else:
@@ -145,6 +157,9 @@ class UpdateJob:
             gradients = bucket.own_gradients.to(weights.dtype)
             if self.on_device:
                 self._bring(bucket, weights, gradients.device)
+            elif (sent := self._owner.sent.of(bucket)) is not None:
+                gradients, copy = sent
+                self._copies.append(copy)
             else:
                 buffer = self._owner.buffer(weights.dtype, gradients.numel())
                 self._buffers.append(buffer)

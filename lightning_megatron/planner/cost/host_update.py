@@ -16,7 +16,7 @@ from lightning_megatron.planner.model.recipe import Recipe
 _MOST = 16
 """A stride above this saves no more than its buffers cost."""
 _BUCKETS = 3.0
-"""Buckets with gradients on the host, and with state on the GPU, at once: one comes, one is updated, one leaves."""
+"""Buckets with state on the GPU at once: one comes, one is updated, one leaves."""
 
 
 def state_per_parameter(recipe: Recipe) -> float:
@@ -61,9 +61,8 @@ def update_seconds(parameters: float, recipe: Recipe, cluster: Cluster) -> float
 
 
 def host_bytes(parameters: float, recipe: Recipe) -> float:
-    """Bytes in host memory of a rank that updates ``parameters``: weights, state, and gradients of three buckets."""
-    away = recipe.optimizer_offload * parameters
-    return state_per_parameter(recipe) * away + 4.0 * _BUCKETS * min(recipe.software.bucket, away)
+    """Bytes in host memory of a rank that updates ``parameters``: weights, state, and gradients, which leave early."""
+    return (state_per_parameter(recipe) + max(4.0, float(recipe.element))) * recipe.optimizer_offload * parameters
 
 
 def visiting_bytes(parameters: float, recipe: Recipe) -> float:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 
-from lightning_megatron.data_parallel.global_norm import clip_by_norm
+from lightning_megatron.data_parallel.global_norm import clip_by
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.update.loss_scale import LossScale
 
@@ -42,12 +42,12 @@ class _GlobalClip:
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip the gradients of ``optimizer`` by their norm over all stages."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        clip_by_norm(self.gradients.held(parameters), self.gradients.norm(parameters), float(clip_val))
+        self.gradients.change(parameters, clip_by(self.gradients.norm(parameters), float(clip_val)))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip every element of the gradients that this rank holds."""
-        for gradient in self.gradients.held(p for group in optimizer.param_groups for p in group["params"]):
-            gradient.clamp_(-clip_val, clip_val)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.change(parameters, lambda gradient: gradient.clamp_(-clip_val, clip_val))
 
 
 def clips_gradients_of(plugin: Precision, gradients: ModelGradients | None) -> None:

@@ -61,9 +61,10 @@ def host_plan(
     held = _elements(gradients, module)
     if asked.folder is not None:
         _raise_first(check_folder(asked.folder), asked)
-    need = sum(_bytes(count, dtype, optimizers) for dtype, count in held.items()) * (1 - asked.keep)
-    _raise_first(_too_little(asked, need), asked)
     memory, path = HostMemory(asked.folder, processes.device), host_link.link_for(processes.device)
+    copies = type(path) is not host_link.HostLink  # gradients leave during the backward
+    need = sum(_bytes(count, dtype, optimizers, copies) for dtype, count in held.items()) * (1 - asked.keep)
+    _raise_first(_too_little(asked, need), asked)
     stride, told = _stride(asked, optimizers, memory, path, processes.device, apart)
     place = asked.folder or "host memory"
     rank_zero_info(f"{names}: {need / GIB:.3g} GiB of this rank's weights and state lie in {place}; {told}.")
@@ -102,9 +103,10 @@ def _elements(gradients: ModelGradients, module: nn.Module) -> dict[torch.dtype,
     return {dtype: -(-count // gradients.replicas.shards) for dtype, count in found.items()}
 
 
-def _bytes(count: int, dtype: torch.dtype, optimizers: Sequence[Optimizer]) -> float:
+def _bytes(count: int, dtype: torch.dtype, optimizers: Sequence[Optimizer], copies: bool) -> float:
     size = 4 if dtype in NARROW else dtype.itemsize
-    return count * (size + size / 4 * max((state_bytes(optimizer) for optimizer in optimizers), default=0.0))
+    state = size / 4 * max((state_bytes(optimizer) for optimizer in optimizers), default=0.0)
+    return count * (size * (1 + copies) + state)
 
 
 def _too_little(asked: Offload, need: float) -> str | None:
