@@ -364,11 +364,12 @@ class ScaledByGradients(Manual):
 
     Args:
         gathers: whether it takes the mean of the replicas' gradients.
+        beside: whether it gathers another number as well, after it has taken them.
     """
 
-    def __init__(self, gathers: bool = False) -> None:
+    def __init__(self, gathers: bool = False, beside: bool = False) -> None:
         super().__init__()
-        self.gathers = gathers
+        self.gathers, self.beside = gathers, beside
 
     def size(self, loss: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(loss, [self.net.final_norm.weight], retain_graph=True)
@@ -380,6 +381,8 @@ class ScaledByGradients(Manual):
         loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
         other = logits.square().mean()
         weight = (self.size(loss) / (self.size(other) + 1e-4)).detach()
+        if self.beside:
+            self.log("size", self.all_gather(logits.detach().abs().mean()).mean())
         self.log("train_loss", loss + 0.1 * weight * other, sync_dist=True)
         optimizer.zero_grad()
         self.manual_backward(loss + 0.1 * weight * other)
@@ -522,6 +525,7 @@ MODULES: dict[str, Any] = {
     "closures": Closures,
     "closures_by_hand": ClosuresByHand,
     "scaled_by_gradients": ScaledByGradients,
+    "scaled_beside_gathered": lambda: ScaledByGradients(beside=True),
     "scaled_by_gathered": lambda: ScaledByGradients(gathers=True),
     "uphill": Uphill,
     "uphill_by_hand": UphillByHand,

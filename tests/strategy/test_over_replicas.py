@@ -85,7 +85,8 @@ APART: list[tuple[Layout, dict[str, Any]]] = [
 @pytest.mark.parametrize(("layout", "arguments"), APART, ids=str)
 def test_that_pairs_of_samples_are_apart_is_said(layout: Layout, arguments: Mapping[str, Any]) -> None:
     found = run_trainers(trained, layout, "pairs_apart", arguments, devices=math.prod(layout), check=False, grace=20.0)
-    assert re.search(SAID["in_batch"], f"{found[0].error}{found[0].output}"), found[0].error
+    said = r"is made of pairs of samples .*Each of the 2 replicas has that number of its own samples"
+    assert re.search(said, f"{found[0].error}{found[0].output}"), found[0].error
 
 
 @WIDE
@@ -98,10 +99,11 @@ def test_that_losses_of_manual_optimization_are_not_tried_is_said() -> None:
     )
 
 
-@WIDE
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize("name", ["scaled_beside_gathered", "scaled_by_gradients"])
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
-def test_that_a_step_scales_by_gradients_of_its_replica_is_said(layout: Layout) -> None:
-    found = run_trainers(fit, layout, {}, "scaled_by_gradients", {}, devices=math.prod(layout), check=False, grace=20.0)
+def test_that_a_step_scales_by_gradients_of_its_replica_is_said(layout: Layout, name: str) -> None:
+    found = run_trainers(fit, layout, {}, name, {}, devices=math.prod(layout), check=False, grace=20.0)
     said = (
         r"\(`torch.autograd.grad` in \S*loop_scenarios.py:\d+\)\. Each of the 2 replicas has those of its own samples"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,10 +29,26 @@ _said: set[str] = set()
 
 
 class CollectivesAsked:
-    """Counts the collectives that user code asks the strategy for."""
+    """The collectives that user code asks the strategy for.
+
+    Attributes:
+        count: of them.
+        listeners: hear of each tensor that is gathered or reduced, before it is.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.listeners: list[Callable[[Tensor], None]] = []
+
+    def note(self, tensor: Tensor) -> None:
+        """Take note of one.
+
+        Args:
+            tensor: that is gathered or reduced.
+        """
+        self.count += 1
+        for hear in self.listeners:
+            hear(tensor)
 
 
 asked = CollectivesAsked()
@@ -97,7 +113,7 @@ def reduce(tensor: Tensor, group: ProcessGroup, operation: Any) -> Tensor:
         group: of ranks.
         operation: ``"mean"``, ``"sum"`` or one of torch's; ``None`` for the sum.
     """
-    asked.count += 1
+    asked.note(tensor)
     named = operation.lower() if isinstance(operation, str) else operation
     means = named in ("mean", "avg") or named == dist.ReduceOp.AVG  # which gloo does not know
     total = dist.ReduceOp.SUM if means or named is None else named
@@ -116,7 +132,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, sync_grads: bool) -> Tensor:
         sync_grads: whether gradients flow back, those of all ranks summed. torch's own way back names ranks of the
             world over gloo, which other groups lack.
     """
-    asked.count += 1
+    asked.note(tensor)
     if sync_grads:
         return gather_for_shards(tensor.unsqueeze(0), 0, group)
     with torch.no_grad():  # Lightning's own goes through a function that torch has deprecated

@@ -35,6 +35,7 @@ from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.replicas_said import say_untried_by_hand
 from lightning_megatron.strategy.loss.skips import Asks, Skips
 from lightning_megatron.strategy.loss.trials.backward_trials import BackwardsOverReplicas, BackwardTrials
+from lightning_megatron.strategy.loss.trials.padding import PaddingOverReplicas
 from lightning_megatron.strategy.loss.trials.tries import LossTrials
 from lightning_megatron.strategy.mixtures.mixing import MixingTrials
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -107,6 +108,7 @@ class Cuts:
         replicas = self.trials.replicas
         self.all_samples = None if replicas is None else AllSamples(context, replicas)
         own = self._options.whole_batch_loss is False
+        self._padding = None if replicas is None or not self._tries_uncut else PaddingOverReplicas(context, replicas)
         self._unlike_writes = (
             None if replicas is None or own else UnlikeWrites(context.module, context.device, replicas)
         )
@@ -220,6 +222,9 @@ class Cuts:
     def _write_all(self, call: Callable[[Any], Any], batch: Any) -> None:
         """Let values that the step goes on from be written from the samples of all replicas."""
         self.begin()
+        if self._padding is not None:
+            with self.mixing.counts.aside(always=True):
+                self._padding.look(call, batch)
         if self.all_samples is not None:
             with self.mixing.counts.aside(always=True):
                 self.all_samples.write(call, batch)

@@ -58,6 +58,24 @@ def warn_of_own_gradients(line: str, replicas: int) -> None:
     )
 
 
+def warn_of_padding(length: int, padded: float, alone: float, replicas: int) -> None:
+    """Say that the loss depends on how long a batch is padded.
+
+    Args:
+        length: of the batch.
+        padded: the loss of a sample that is as long as the batch.
+        alone: the loss of the same sample without padding.
+        replicas: how many there are.
+    """
+    rank_zero_warn(
+        f"the loss of `training_step` is {padded:.6g} for a sample that is padded to {length}, as its batch is, "
+        f"and {alone:.6g} without that padding. Each of the {replicas} replicas pads its samples to the longest of its "
+        "own, where one process pads to the longest of all. Divide by what counts (`mask.sum()`, not `numel()` or "
+        "`.mean()` over padding, too), give the layers a mask, or pad all batches to one length; "
+        "`whole_batch_loss=False` says that each replica's own is meant."
+    )
+
+
 def say_written_by_all(names: Iterable[Name], replicas: int) -> None:
     """Say that a pass on the samples of all replicas goes before each step.
 

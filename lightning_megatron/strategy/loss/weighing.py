@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_megatron.strategy.logs.combining import Logged, Unsure, fitting, likeliest
 from lightning_megatron.strategy.loss.counted import Counted
 from lightning_megatron.strategy.loss.trials.bends import Bend
+from lightning_megatron.strategy.loss.trials.masks import Masks
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5}  # relative, of the losses
 _EXACT = 1e-10
@@ -72,6 +73,7 @@ class Finding:
         undecided: name of a value that only one part has changed in every trial, so that it may add up or not, or "".
         bends: where the loss may bend at a number of the batch; ``None`` for nowhere.
         slight: logged keys of which at most one part has a number other than 0, so that sums, extremes and norms agree.
+        masks: of integers, that were met, and what of the loss they may bend.
     """
 
     fits: dict[Any, float] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class Finding:
     undecided: str = ""
     bends: Bend | None = None
     slight: frozenset[str] = frozenset()
+    masks: Masks = field(default_factory=Masks)
 
     def settle(
         self,
@@ -98,6 +101,7 @@ class Finding:
         undecided: str | None = None,
         bends: Bend | None = None,
         *,
+        masks: Sequence[Masks] = (),
         exact: bool,
         weigh: Any = None,
     ) -> None:
@@ -108,10 +112,12 @@ class Finding:
             draws: likewise.
             undecided: likewise.
             bends: likewise.
+            masks: of each rank.
             exact: whether everything was computed in float64, so that ways which fit as in float32 do not.
             weigh: what loss and logs are weighed by, where the user says so.
         """
         self.writes, self.draws, self.undecided, self.bends = writes or "", draws or "", undecided or "", bends
+        self.masks = Masks().joined(masks)
         for key, ways in self.logs.items():
             strict = exact and key in self.wide
             floor = _ROUNDING[torch.float64] if strict else self.rounding  # below which the usual way is the likeliest
@@ -122,6 +128,7 @@ class Finding:
         if weigh is not None:
             self.fits, self.logs, self.tells, self.opaque, self.failed = {weigh: 0.0}, {}, True, False, ""
             self.bends = None if bends is None or bends.counts else bends  # these the user knows
+            self.masks = Masks()
 
     def joined(self, others: Sequence[Finding]) -> Finding:
         """The findings that all share."""
@@ -256,6 +263,7 @@ class Reading:
         undecided: see :class:`Finding`.
         bends: see :class:`Finding`.
         slight: see :class:`Finding`.
+        told: masks of integers that trials have met both ways.
     """
 
     fits: Mapping[Any, float] = field(default_factory=dict)
@@ -269,6 +277,7 @@ class Reading:
     undecided: str = ""
     bends: Bend | None = None
     slight: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
 
     def after(self, found: Finding) -> Reading:
         """The findings after a further trial."""
@@ -281,7 +290,11 @@ class Reading:
         writes, draws = self.writes or found.writes, self.draws or found.draws
         undecided, bends = found.undecided, self.bends or found.bends
         slight = _slight([self, found])
-        return Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, undecided, bends, slight)
+        now = Reading(fits, writes, logs, found.tells, self.stays, opaque, True, draws, undecided, bends, slight)
+        masks = found.masks.joined([Masks(self.told)])
+        if now.bends is None and fits:
+            bends = masks.untold(settled=not any(now.open()))
+        return replace(now, bends=bends, told=masks.told)
 
     @property
     def within(self) -> dict[str, Any]:

@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.mesh.torch_functions import line_of_user
+from lightning_megatron.mesh.torch_functions import METADATA, line_of_user
 from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
 from lightning_megatron.pipeline.run.passes import Passes
 from lightning_megatron.pipeline.run.pipeline_step import loss_of
@@ -92,39 +94,92 @@ class BackwardsByHand:
                 self.summed(self._torchs, *args, **kwargs)
 
 
-class GradientsTaken:
+class GradientsTaken(TorchFunctionMode):
     """Sees gradients with respect to parameters that a step of one of several replicas takes by itself.
 
     They are those of the replica's own samples, where one process takes them of all, and scale what is trained: the
     weight of an adversarial loss, say. They are not put together here, as they may be meant of each sample. Whichever
     name user code calls ``torch.autograd.grad`` by, it runs the engine by this one.
 
+    A step that gathers something afterwards may have put them together. Its next run is followed, to see whether each
+    gradient, or something computed of it, is what it gathers::
+
+        a = torch.autograd.grad(first, w)[0]      of this replica
+        size = self.all_gather(a.norm())          computed of it: said to be of all
+        self.all_gather(counts)                   of something else: says nothing of a gradient
+
     Args:
         replicas: how many there are.
     """
 
     def __init__(self, replicas: int) -> None:
+        super().__init__()
         self._replicas, self._said, self._replaced = replicas, replicas == 1, Replacements()
         self._engine: Any = None
-        self._line, self._asked = "", 0
+        self._follows, self._gathered = False, set[str]()
+        self._lines: dict[str, int] = {}  # of this step -> collectives before
+        self._made: Any = WeakTensorKeyDictionary()  # of gradients -> their lines
 
-    def __enter__(self) -> None:
-        if not self._said:
-            self._engine = torch.autograd._engine_run_backward
-            self._replaced.put(torch.autograd, "_engine_run_backward", self._run)
+    def __enter__(self) -> Any:
+        if self._said:
+            return self
+        self._engine = torch.autograd._engine_run_backward
+        self._replaced.put(torch.autograd, "_engine_run_backward", self._run)
+        if self._follows:
+            distributed.asked.listeners.append(self._hear)
+            super().__enter__()
+        return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        followed = self._hear in distributed.asked.listeners
+        if followed:
+            super().__exit__(kind, *error)
+            distributed.asked.listeners.remove(self._hear)
         self._replaced.take_back()
-        line, self._line = self._line, ""
-        if line and kind is None and self._asked == distributed.asked.count:  # else it may have put them together
+        lines, self._lines, self._made = self._lines, {}, WeakTensorKeyDictionary()
+        if kind is not None:
+            return
+        alone = [line for line, before in lines.items() if followed or before == distributed.asked.count]
+        if alone:
             self._said = True
-            warn_of_own_gradients(line, self._replicas)
+            warn_of_own_gradients(alone[0], self._replicas)
+        self._follows = bool(lines)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self._made and func not in METADATA:
+            lines = {line for each in _tensors_in((args, kwargs)) for line in self._made.get(each, ())}
+            for made in _tensors_in(found) if lines else ():
+                self._made[made] = lines.union(self._made.get(made, ()))
+        return found
 
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else ()
-        if not (self._said or self._line) and any(isinstance(tensor, nn.Parameter) for tensor in inputs):
-            self._line, self._asked = line_of_user(), distributed.asked.count
-        return self._engine(outputs, *args, **kwargs)
+        if self._said or not any(isinstance(tensor, nn.Parameter) for tensor in inputs):
+            return self._engine(outputs, *args, **kwargs)
+        found = self._engine(outputs, *args, **kwargs)
+        line = line_of_user()
+        if line not in self._gathered:
+            self._lines[line] = distributed.asked.count
+            for gradient in _tensors_in(found):
+                self._made[gradient] = {line}
+        return found
+
+    def _hear(self, tensor: Tensor) -> None:
+        for line in self._made.get(tensor, ()):
+            self._gathered.add(line)
+            self._lines.pop(line, None)
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    """Tensors in lists, tuples and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors_in(value)
+    elif isinstance(values, dict):
+        yield from _tensors_in(list(values.values()))
 
 
 def _reaches_parameters(inputs: Any) -> bool:

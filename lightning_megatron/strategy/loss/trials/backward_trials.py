@@ -18,7 +18,8 @@ from lightning_megatron.strategy.hooks import backward_code
 from lightning_megatron.strategy.loss import said
 from lightning_megatron.strategy.loss.over_replicas import TriedParts
 from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial
-from lightning_megatron.strategy.loss.trials.pieces_tried import next_try, some_of
+from lightning_megatron.strategy.loss.trials.gradients_compared import some_of
+from lightning_megatron.strategy.loss.trials.pieces_tried import next_try
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _EARLY = 16  # steps before which it is tried more often, as what numbers decide, those of one batch may decide alike

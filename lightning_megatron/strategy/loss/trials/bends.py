@@ -11,12 +11,17 @@ argument is not one for each sample. Those of samples are as many for two pieces
 
     relu(1 - score)     3 samples   2 samples   at once 5        by sample
     loss.clamp(max=9)   1           1           1      < 1 + 1   of the batch
+
+And pairs of samples, which are more for two pieces at once: a loss of those that belong together looks like a mean over
+samples, as long as no two of a pair meet in what is tried::
+
+    z @ z.T             9           4           25     > 9 + 4   of pairs
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
@@ -25,20 +30,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.mesh.autograd import graph_behind
+from lightning_megatron.mesh.batches import tensors_of
 from lightning_megatron.mesh.nested import on_filler
-from lightning_megatron.mesh.torch_functions import frame_of_caller
+from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.strategy.carried.frozen_elsewhere import line_of_freezing
 from lightning_megatron.strategy.loss.trials.counting import (
     DECIDES,
     ORDERS,
-    Asked,
     Counting,
     called_at,
     functions_called,
     number_of,
+    tensors_among,
 )
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at
+from lightning_megatron.strategy.loss.trials.masks import Asked, Mask
 
 _BEND = functions_called(
     *("abs", "absolute", "abs_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max"),
@@ -54,7 +61,11 @@ _SAID = {
     "choice": "`training_step` decides something by a number of the batch",
     "count": "the loss of `training_step` counts what it finds in the batch by comparing numbers",
     "filter": "the loss of `training_step` counts what it finds in the batch by comparing numbers",
+    "pairs": "the loss of `training_step` is made of pairs of samples",
 }
+_PRODUCTS = functions_called(
+    "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum", "cdist", "tensordot", "inner"
+)
 
 
 class Bend(NamedTuple):
@@ -63,11 +74,13 @@ class Bend(NamedTuple):
     Attributes:
         line: of the user's code.
         kind: a corner; a choice of what is returned; a decision that may be about what the step keeps instead; a count;
-            a choice of samples in a loop, which count.
+            a choice of samples in a loop, which count; pairs of samples.
+        of_masks: whether it is met where masks of integers have another side than in what was tried.
     """
 
     line: str
-    kind: Literal["corner", "choice", "decision", "count", "filter"]
+    kind: Literal["corner", "choice", "decision", "count", "filter", "pairs"]
+    of_masks: bool = False
 
     @property
     def counts(self) -> bool:
@@ -84,6 +97,7 @@ class _Met:
 
     entries: int = 0
     values: list[float] = field(default_factory=list)
+    masks: frozenset[Mask] = frozenset()
 
 
 class Bends(TorchFunctionMode):
@@ -124,6 +138,8 @@ class Bends(TorchFunctionMode):
             return found
         if func in _BEND and isinstance(found, Tensor) and found.grad_fn is not None:
             self._note(func, found, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
+        elif isinstance(found, Tensor) and found.grad_fn is not None and found.ndim > 1 and func not in METADATA:
+            self._note_pairs(func, found, args)
         elif func in ORDERS and isinstance(found, Tensor) and found.numel() == 1:
             self._note_compared(func, found, args)
         elif func in DECIDES and self._compared:
@@ -159,11 +175,12 @@ class Bends(TorchFunctionMode):
             output: of the step, with its graph; ``None`` where a stage has ended its run.
         """
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        nodes: dict[Any, list[tuple[Bend, int, float]]] = {}
+        nodes: dict[Any, list[tuple[Bend, Asked]]] = {}
         for node, bend, entries, value in self._nodes:
-            nodes.setdefault(node, []).append((bend, entries, value))
+            nodes.setdefault(node, []).append((bend, Asked(bend.line, entries, value)))
         for node, asked in self._counting.met():
-            nodes.setdefault(node, []).append((Bend(asked.line, "count"), asked.entries, asked.value))
+            nodes.setdefault(node, []).append((Bend(asked.line, "count", bool(asked.masks)), asked))
+            nodes[node].append((Bend(asked.line, "pairs"), Asked(asked.line, asked.size, asked.value)))
         behind = graph_behind([loss.grad_fn] if nodes else ()) if isinstance(loss, Tensor) else list(nodes)
         for node in behind:
             for each in nodes.get(node, ()):
@@ -171,8 +188,22 @@ class Bends(TorchFunctionMode):
         self._nodes, self._compared = [], []
         self._counting.end()
 
-    def of_batch(self, both: int, parts: Sequence[int], sizes: Sequence[int]) -> Bend | None:
-        """The first that the pieces have once together, and not each its own; ``None`` if there is none.
+    def take_batch(self, batch: Any) -> None:
+        """Take note of what a run is given.
+
+        Args:
+            batch: as the step gets it.
+        """
+        with torch._C.DisableTorchFunction():
+            self._counting.take_batch(tensors_of(batch))
+
+    @property
+    def told_masks(self) -> frozenset[str]:
+        """Masks that were met both ways."""
+        return frozenset(self._counting.seen.told)
+
+    def of_batch(self, both: int, parts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[Bend, frozenset[Mask]]]:
+        """Those that the pieces have once together, and not each its own, and the masks that they are made of.
 
         Args:
             both: number of a piece.
@@ -180,18 +211,22 @@ class Bends(TorchFunctionMode):
             sizes: samples of every piece.
         """
         if not all(piece in self._pieces for piece in (both, *parts)):
-            return None
+            return
         for bend, met in self._pieces[both].items():
             each = [self._pieces[part].get(bend, _Met()) for part in parts]
+            masks = met.masks.union(*(one.masks for one in each))
             if bend.kind == "filter":  # a loop over experts that are met has turns as well
                 shares = {len(one.values) / sizes[at] for one, at in zip((met, *each), (both, *parts), strict=True)}
                 if len(shares) == 1 and shares.pop() % 1 == 0:
-                    return bend
+                    yield bend, masks
+                continue
+            if bend.kind == "pairs":
+                if all(one.entries for one in each) and met.entries > sum(one.entries for one in each):
+                    yield bend, masks
                 continue
             fewer = 0 < met.entries < sum(one.entries for one in each)
             if fewer and (any(one.values != met.values for one in each) or not any(met.values)):
-                return bend  # numbers that are zero may be of few samples
-        return None
+                yield bend, masks  # numbers that are zero may be of few samples
 
     def _note(self, func: Any, found: Tensor, tensors: Sequence[Tensor]) -> None:
         if func in _OF_TWO and len(tensors) < 2:  # over entries
@@ -200,6 +235,14 @@ class Bends(TorchFunctionMode):
             value = sum(number_of(tensor) for tensor in tensors)
         entries = max(tensor.numel() for tensor in (found, *tensors))
         self._nodes.append((found.grad_fn, Bend(called_at(func), "corner"), entries, value))
+
+    def _note_pairs(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
+        """Note how many numbers are made of two tensors."""
+        given = [each for each in tensors_among(args) if not isinstance(each, nn.Parameter)]
+        if len(given) < 2 and func not in _PRODUCTS:
+            return
+        if func in _PRODUCTS or found.numel() >= max(each.numel() for each in given):
+            self._nodes.append((found.grad_fn, Bend(called_at(func), "pairs"), found.numel(), 0.0))
 
     def _note_compared(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
         """Note a comparison, but for those of counts with whole numbers, and of weights alone."""
@@ -222,9 +265,10 @@ class Bends(TorchFunctionMode):
         if kind == "decision" and self._freezes:
             kind = "choice"
         if kind:
-            self._add(Bend(asked.line, kind), asked.entries, asked.value)
+            self._add(Bend(asked.line, kind, bool(asked.masks)), asked)
 
-    def _add(self, bend: Bend, entries: int, value: float) -> None:
+    def _add(self, bend: Bend, asked: Asked) -> None:
         met = self._met.setdefault(bend, _Met())
-        met.entries += entries
-        met.values.append(value)
+        met.entries = max(met.entries, asked.entries) if bend.kind == "pairs" else met.entries + asked.entries
+        met.values.append(asked.value)
+        met.masks |= asked.masks

@@ -17,7 +17,8 @@ gradient, it matters how many numbers it was left with: those of samples add up,
 Rows that are chosen, computed and put back where they were are by sample too, as in a mixture whose experts take the
 tokens with a weight above zero: ``out[on] = expert(x[on])``.
 
-Of integers it matters what they are compared with: one process may count those that are something else.
+Of integers it matters what they are compared with: one process may count those that are something else. What is
+computed of such comparisons is followed too, with their names (:mod:`.masks`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_libra
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, frame_of_user, line_of_frame
 from lightning_megatron.strategy.activations.token_rows import ReadsOtherTokens
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
+from lightning_megatron.strategy.loss.trials.masks import Asked, SeenMasks, of_all, put_in
 from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt
 
 _ORDERS = ("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal")
@@ -70,25 +72,14 @@ _ITEM = functions_called("item")
 _LOSSES = functions_called("cross_entropy", "nll_loss")
 _INDEX = functions_called("__getitem__", "index_select", "gather", "take")
 _CHOICE = functions_called("__getitem__", "index_select", "masked_select")
+_PUTS = functions_called(
+    "where", "masked_fill", "masked_fill_", "__setitem__", "index_put", "index_put_", "masked_scatter"
+)
 _PUT_BACK = functions_called(
     *("__setitem__", "index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"),
     *("masked_scatter", "masked_scatter_"),
 )
 """Functions whose first differentiable argument is what rows are put in, and whose others are the rows."""
-
-
-class Asked(NamedTuple):
-    """A tensor or number that was computed of the result of a comparison alone.
-
-    Attributes:
-        line: of the comparison.
-        entries: the fewest numbers that it was left with.
-        value: a number of what was compared.
-    """
-
-    line: str
-    entries: int
-    value: float
 
 
 @dataclass
@@ -113,6 +104,7 @@ class Counting:
 
     Attributes:
         nodes: of the graph, in which they met what has a gradient.
+        seen: masks of integers, in all runs.
         constants: that integers were compared with.
         tables: vectors that losses weigh classes by, or that integers index.
     """
@@ -121,6 +113,7 @@ class Counting:
         self._module, self._decide, self._open = module, decide, False
         self._own: set[int] = set()
         self.nodes: list[tuple[Any, Asked]] = []
+        self.seen = SeenMasks()
         self.constants: set[int] = set()
         self.tables: list[Tensor] = []
         self._reset()
@@ -135,7 +128,14 @@ class Counting:
         """Before a run."""
         self._own.clear()  # tensors that are gone may have left their numbers to others
         self._reset()
+        self.seen.begin()
         self._open = True
+
+    def take_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Take note of the tensors that a run is given."""
+        for tensor, mask in self.seen.of_batch(tensors):
+            value = number_of(tensor) + tensor.numel()
+            self._asked[tensor] = Asked(f"`{mask.name}`", tensor.numel(), value, frozenset([mask]))
 
     def end(self) -> None:
         """After it."""
@@ -159,8 +159,15 @@ class Counting:
         if func in _LOSSES or func in _INDEX:
             self._note_table(func, args, kwargs)
         begins = func in _BEGIN and not is_library(frame_of_caller())  # `generate` asks for padding, and means no count
+        tensors = list(tensors_among(given))
+        self.seen.follow(func, found, args, tensors)
         if begins and func in _COMPARISONS and self._compares(found, given):
-            self._asked[found] = Asked(called_at(func), found.numel(), _number_of_floats(given) + 1.0)
+            self._asked[found] = Asked(
+                called_at(func), found.numel(), _number_of_floats(given) + 1.0, size=found.numel()
+            )
+            return found
+        if begins and func in _COMPARISONS and self._compares_integers(found, tensors):
+            self._asked[found] = self._mask_of(func, found, given, tensors)
             return found
         if begins and func in _TABLES and self._looks_up(func, found, args):
             self._asked[found] = Asked(called_at(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
@@ -171,13 +178,15 @@ class Counting:
         if func in _PUT_BACK and into.grad_fn is not None and any(self._known(given)):
             self._put_back.append(into.grad_fn)
             given = [each for each in (args[0], args[-1]) if self._rows_of(each) < 0]  # and not the numbers of rows
-        asked = min(self._known(given), key=lambda each: each.entries, default=None)
+        asked = of_all(list(self._known(given)))
         if func in DECIDES and isinstance(args[0], Tensor):
             return self._take(func, found, args[0], asked)
         if func not in _PUT_BACK:
             self._note_rows(found, args)
         if asked is not None:
-            asked = asked._replace(entries=1 if self._chooses(func, args) else asked.entries)
+            counts = self._chooses(func, args) or _ignores(func, args, kwargs, asked)
+            put = asked.put | put_in(args, kwargs) if func in _PUTS else asked.put
+            asked = asked._replace(entries=1 if counts else asked.entries, put=put)
             if not self._begins_rows(func, found, given, asked):
                 self._follow(asked, into)
         return found
@@ -220,6 +229,8 @@ class Counting:
 
     def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
         """Take note of a number that leaves torch, followed where Python lets it be."""
+        if asked is not None and asked.line.startswith("`tensor "):  # a look at a mask, such as for a faster way
+            asked = None
         if isinstance(found, bool):
             frame = frame_of_caller()
             kind = decided_at(frame)
@@ -235,6 +246,21 @@ class Counting:
             taken = TakenFloat if isinstance(found, float) else TakenInt
             return taken(found).by(self.compared, asked, graded=tensor.requires_grad)
         return found
+
+    def _compares_integers(self, found: Any, tensors: Sequence[Tensor]) -> bool:
+        """Whether integers of the batch are compared, or those that are computed of it, and not by an own mask."""
+        masks = isinstance(found, Tensor) and found.dtype == torch.bool and found.ndim > 0 and found.numel() > 0
+        floats = any(each.is_floating_point() or each.is_complex() for each in tensors)
+        return masks and not floats and any(map(self.seen.is_followed, tensors))
+
+    def _mask_of(self, func: Any, found: Tensor, given: Sequence[Any], tensors: Sequence[Tensor]) -> Asked:
+        """A comparison of integers; that of what was put in by a mask is that mask."""
+        known = of_all(list(self._known(given)))
+        if known is not None and func in _SAME and any(type(each) is int and each in known.put for each in given):
+            return known._replace(entries=found.numel())
+        mask = self.seen.compared(line := called_at(func), found, tensors)
+        masks = frozenset() if known is not None and not known.masks else frozenset([mask])
+        return Asked(line, found.numel(), sum(map(number_of, tensors)) + found.numel(), masks, size=found.numel())
 
     def _is_own(self, tensor: Tensor) -> bool:
         """Whether the module has it."""
@@ -295,6 +321,13 @@ class Counting:
         given = [args[_WEIGHS] if len(args) > _WEIGHS else kwargs.get("weight")] if func in _LOSSES else list(args)
         tables = [x for x in given if isinstance(x, Tensor) and x.ndim == 1 and x.is_floating_point()]
         self.tables += [table for table in tables if not any(table is known for known in self.tables)]
+
+
+def _ignores(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> bool:
+    """Whether a loss is a mean over the targets that a mask has left in."""
+    if func not in _LOSSES or kwargs.get("reduction", "mean") != "mean":
+        return False
+    return kwargs.get("ignore_index", args[_IGNORES] if len(args) > _IGNORES else -100) in asked.put
 
 
 def number_of(tensor: Tensor) -> float:

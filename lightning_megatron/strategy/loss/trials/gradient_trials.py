@@ -32,7 +32,7 @@ from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.tables import Name
 from lightning_megatron.strategy.loss.traces import Changes, Traces
-from lightning_megatron.strategy.loss.trials.pieces_tried import differs
+from lightning_megatron.strategy.loss.trials.gradients_compared import differs
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from lightning_megatron.strategy.loss.counted import candidates
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.trials.bends import Bend, Bends
+from lightning_megatron.strategy.loss.trials.masks import Mask, Masks
 from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, find
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
@@ -44,8 +45,6 @@ _PARTS = 5  # most micro-batches that are tried
 _ORDER = "an order of the samples, behind a condition that the trial did not meet:"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
 _NO_CLASSES: Mapping[str, Any] = MappingProxyType({})
-_COMPARED = 1 << 16  # elements of a gradient
-_SMALL = 0.03  # times the largest gradient: below it there is nothing but rounding
 FEW_AT_ONCE = 4  # micro-batches that neighbours are tried with besides, all at once
 AT_ONCE = 16  # samples of them, and no more: these may be all that a batch has
 
@@ -78,6 +77,7 @@ class ToldOfTrial(NamedTuple):
         undecided: see :class:`.Finding`.
         disproved: a value that comes together in another way than in earlier trials, or "".
         bend: see :class:`.Finding`; of this stage.
+        masks: see :class:`.Finding`; of this stage.
     """
 
     own: tuple[list[Name], bool]
@@ -92,6 +92,7 @@ class ToldOfTrial(NamedTuple):
     undecided: str
     disproved: str
     bend: Bend | None
+    masks: Masks
 
     @property
     def of_batch(self) -> tuple[str, str, str, Bend | None]:
@@ -209,7 +210,8 @@ class Tried:
             with recording as recorder, self.kept.of(index), self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
                 with self.met.begin(index):
-                    output = self._call(whole_copy(part))
+                    self.met.take_batch(given := whole_copy(part))
+                    output = self._call(given)
                 self.met.end(output)
                 return map_tensors(output, torch.detach)
         except Exception as error:
@@ -289,8 +291,16 @@ class Tried:
     @property
     def bend(self) -> Bend | None:
         """The place at which the loss bends at a number of the batch; ``None`` for none."""
+        return next((bend for bend, _ in self._bends() if not bend.of_masks), None)
+
+    @property
+    def masks(self) -> Masks:
+        """Masks of integers, and what of the loss they may bend."""
+        return Masks(self.met.told_masks, tuple(each for each in self._bends() if each[0].of_masks))
+
+    def _bends(self) -> Iterator[tuple[Bend, frozenset[Mask]]]:
         sizes = [batch_size_of(piece) for piece in self._pieces.pieces]
-        return next(filter(None, (self.met.of_batch(*join, sizes) for join in self._pieces.joins.items())), None)
+        return (each for join in self._pieces.joins.items() for each in self.met.of_batch(*join, sizes))
 
     @property
     def draws_compiled(self) -> bool:
@@ -372,27 +382,3 @@ def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
             if unlike > best + 1e-9:
                 best, place = unlike, index
     return place
-
-
-def some_of(gradient: Tensor) -> Tensor:
-    """Numbers of a gradient by which it is compared: some of a large one, as three of these would take memory."""
-    each = gradient.numel() // _COMPARED
-    return gradient.reshape(-1)[:: each | 1].clone() if each else gradient.clone()
-
-
-def differs(
-    whole: Mapping[str, Tensor],
-    parts: Sequence[Mapping[str, Tensor]],
-    tolerance: float,
-    shares: Sequence[float] = (1.0, 1.0),
-) -> str:
-    """The first parameter whose gradient of a batch is not the sum of shares of those of its parts."""
-    norms = {name: float(gradient.double().norm()) for name, gradient in whole.items()}
-    least = _SMALL * max(norms.values(), default=0.0)
-    for name, gradient in whole.items():
-        rest = gradient.double()
-        for part, share in zip(parts, shares, strict=True):
-            rest = rest - part[name].double() * share if name in part else rest
-        if not float(rest.norm()) <= tolerance * max(norms[name], least):
-            return name
-    return ""

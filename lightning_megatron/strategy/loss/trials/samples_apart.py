@@ -7,12 +7,16 @@ micro-batches that are no neighbours, or on two replicas::
     replica 1   e f | ...                  whose partners are all on replica 0
 
 So where there are few samples, later trials take the micro-batches of a batch all at once, and some of two replicas.
+Of many, the first and later trials take two that share a number which no two neighbours do (a person, a text)::
+
+    ids         0 1 | 2 3 | 0 4 | ...      0 1 and 0 4 at once
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +24,7 @@ from torch import Tensor
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.data.joined_batches import joined_batches
+from lightning_megatron.strategy.loss.counted import integers_of
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, TriedParts, samples_in
 from lightning_megatron.strategy.loss.trials.pieces_tried import AT_ONCE, FEW_AT_ONCE, Joins, unlike_pair
 
@@ -37,20 +42,71 @@ class AllJoined(Joins):
         self.joins = {len(parts): tuple(range(len(parts)))}
 
 
-def all_of(batch: Any, parts: Sequence[Any], replicas: OverReplicas | None) -> Iterator[TriedParts]:
-    """Micro-batches that are to be tried all at once; none where there are many samples. Collective over the world.
+def all_of(batch: Any, parts: Sequence[Any], replicas: OverReplicas | None, *, later: bool) -> Iterator[TriedParts]:
+    """Micro-batches that are to be tried at once; of many samples, some. Collective over the world.
 
     Args:
         batch: of this replica.
         parts: its micro-batches, two or more.
         replicas: what trials have to do with the others; ``None`` for one.
+        later: whether the trial is not the first.
     """
     size = batch_size_of(batch)
-    if len(parts) > FEW_AT_ONCE and size <= AT_ONCE:  # of fewer, trials of neighbours take all at once as well
+    if later and len(parts) > FEW_AT_ONCE and size <= AT_ONCE:  # of fewer, neighbours do it as well
         yield TriedParts(batch, list(parts), size, at_once=True)
-    found = None if replicas is None else _of_two(batch, parts, replicas)
+    yield from sharing(batch, parts, replicas)
+    found = None if replicas is None or not later else _of_two(batch, parts, replicas)
     if found is not None:
         yield found
+
+
+def sharing(batch: Any, parts: Sequence[Any], replicas: OverReplicas | None) -> Iterator[TriedParts]:
+    """Two parts whose samples share a number, of one replica or of two; all try the same. Collective over the world.
+
+    Args:
+        batch: of this replica.
+        parts: of it.
+        replicas: what trials have to do with the others; ``None`` for one.
+    """
+    columns = [[tensor.tolist() for _, tensor in integers_of(part) if tensor.ndim == 1] for part in parts]
+    told = [columns] if replicas is None else objects.gather([] if replicas.kept.places else columns, replicas.group)
+    chosen = _apart_in(told)
+    if chosen is None:
+        return
+    if replicas is None:
+        pair = [parts[at] for _, at in chosen]
+    else:
+        mine = {at: map_tensors(parts[at], Tensor.cpu) for _, at in chosen if at < len(parts)}
+        held, device = objects.gather(mine, replicas.group), replicas.device
+        pair = [map_tensors(held[replica][at], lambda tensor: tensor.to(device)) for replica, at in chosen]
+    both = joined_batches(*pair)
+    if both is not None:
+        yield TriedParts(both, pair, batch_size_of(batch), at_once=True)
+
+
+def _apart_in(columns: Sequence[Sequence[Sequence[Sequence[int]]]]) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Replicas and places of two parts that share a number of which there is one for each sample; ``None`` where no two
+    do, or neighbours as well, which are tried anyhow.
+
+    Args:
+        columns: by replica, part and tensor, the numbers of its samples.
+    """
+    if not all(columns):
+        return None
+    for tensor in range(min(len(part) for parts in columns for part in parts)):
+        numbers = [[part[tensor] for part in parts] for parts in columns]
+        sets = [list(map(set, each)) for each in numbers]
+        within = any(len(set(part)) < len(part) for each in numbers for part in each)
+        if within or any(one & other for each in sets for one, other in pairwise(each)):
+            continue
+        seen: dict[int, tuple[int, int]] = {}
+        for place in ((replica, part) for replica, each in enumerate(sets) for part in range(len(each))):
+            found = sets[place[0]][place[1]]
+            shared = next((seen[number] for number in sorted(found) if number in seen), None)
+            if shared is not None:
+                return shared, place
+            seen |= dict.fromkeys(found, place)
+    return None
 
 
 def _of_two(batch: Any, parts: Sequence[Any], replicas: OverReplicas) -> TriedParts | None:

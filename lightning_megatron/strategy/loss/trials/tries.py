@@ -50,7 +50,7 @@ from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGro
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
 from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, ToldOfTrial, Tried, next_try
-from lightning_megatron.strategy.loss.trials.samples_apart import AllJoined, all_of
+from lightning_megatron.strategy.loss.trials.samples_apart import AllJoined, all_of, sharing
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, narrowest
 from lightning_megatron.strategy.loss.written import Kinds, Written
 from lightning_megatron.strategy.step.step import Outcome
@@ -141,9 +141,10 @@ class LossTrials:
         rather = why == "time" and self._steps > 1  # may show what pairs of unlike samples do
         if cut:
             found = [TriedParts(batch, list(parts), batch_size_of(batch))]
-            found += all_of(batch, parts, self.replicas) if rather else ()
+            found += all_of(batch, parts, self.replicas, later=rather) if rather or self._steps == 1 else ()
         elif self.replicas is not None:
-            found = [self.replicas.pieces_of(batch, apart=why == "counts", rather=rather, say=self._weigh is None)]
+            uncut = self.replicas.pieces_of(batch, apart=why == "counts", rather=rather, say=self._weigh is None)
+            found = [uncut, *(sharing(batch, uncut.parts, self.replicas) if uncut and self._steps == 1 else ())]
         due = self._steps >= self._next
         self._looks.add(look_of(batch))
         if self._phases is not None:
@@ -274,13 +275,11 @@ class LossTrials:
         alone = middle is None and self._may_run_around(tried, writes)
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
-        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, tried.bend
+        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, tried.bend, tried.masks
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
-        every = zip(
-            *((one.disproved or one.writes, one.draws.apart, one.undecided, one.bend) for one in told), strict=True
-        )
+        every, masks = zip(*(one.of_batch for one in told), strict=True), [one.masks for one in told]
         exact = not any(one.draws.narrow for one in told)
-        found.settle(*(next(filter(None, each), None) for each in every), exact=exact, weigh=self._weigh)
+        found.settle(*(next(filter(None, each), None) for each in every), masks=masks, exact=exact, weigh=self._weigh)
         why = "look" if why == "other" and any(one.of_held for one in told) else why
         self.reading = before.after(found)
         self._flat = self._flat if found.tells else self._steps  # the latest step whose losses told nothing

@@ -1,0 +1,191 @@
+"""Losses over what several masks of integers leave in, of which the first batches show one; and pairs far apart."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from lightning_megatron.strategy.loss.trials.masks import Mask, Masks
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trained_state
+from tests.strategy.loss_modules import BATCH, CUTS, STEPS, Task, tokens
+
+WIDE = pytest.mark.wide
+
+
+class TwoComparisons(Task):
+    """Words 2 and 3 do not count; the first batch has none of the latter."""
+
+    def samples(self) -> TensorDataset:
+        x, y = tokens(BATCH * STEPS, padded_from=BATCH * STEPS)
+        y[y == 3] = 4
+        y[::3, 1:] = 2
+        y[BATCH + 1, 2:] = y[2 * BATCH + 6, 1:] = 3
+        return TensorDataset(x, y, torch.arange(len(x)))
+
+    def left_in(self, y: Tensor, numbers: Tensor) -> Tensor:
+        """A mask."""
+        return (y != 2) & (y != 3)
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none")
+        mask = self.left_in(y, numbers)
+        return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Negated(TwoComparisons):
+    """By what is left out, of two comparisons, one of them of numbers that the step computes."""
+
+    def left_in(self, y: Tensor, numbers: Tensor) -> Tensor:
+        out = torch.logical_or(y == 2, (numbers // BATCH == 1)[:, None] & (numbers % 3 == 1)[:, None])
+        return ~out
+
+
+class Rows(TwoComparisons):
+    """Chooses what counts."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        kept = self.left_in(y, numbers)
+        return F.cross_entropy(self(x)[kept], y[kept])
+
+
+class Filled(TwoComparisons):
+    """Marks what does not count, as what torch ignores."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        targets = torch.where(y > 15, torch.full_like(y, -100), y.masked_fill(y == 2, -100))
+        targets[y == 3] = -100
+        return self.each(x, targets)
+
+
+class Sure(Filled):
+    """Marks it by comparing floats."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        sure = (0.1 * (numbers % (BATCH + 3)).double())[:, None].expand_as(y)
+        return self.each(x, y.masked_fill(sure > 0.95, -100))
+
+
+class Product(TwoComparisons):
+    """A mask of the batch, which leaves in all of the first, and a comparison."""
+
+    def samples(self) -> TensorDataset:
+        x, y, _ = super().samples().tensors
+        mask = torch.ones_like(y)
+        mask[BATCH + 3, 2:] = 0
+        return TensorDataset(x, y, mask)
+
+    def left_in(self, y: Tensor, numbers: Tensor) -> Tensor:
+        return numbers * (y != 2)
+
+
+class Texts(TwoComparisons):
+    """A mean over texts that are not empty, where all of the first batch's have words."""
+
+    def samples(self) -> TensorDataset:
+        x, y, _ = super().samples().tensors
+        mask = torch.ones_like(y)
+        mask[BATCH + 3] = 0
+        return TensorDataset(x, y, mask)
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none")
+        lengths = numbers.sum(1)
+        return ((each * numbers).sum(1)[lengths > 0] / lengths[lengths > 0]).mean()
+
+
+class FarApart(Task):
+    """Two samples of a person, 16 of 40 apart, have a loss together."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x, y = tokens(80)
+        samples = TensorDataset(x, y, torch.arange(len(x)) % 16)
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        own = 40 // options["num_replicas"]
+        chosen = [at for at in range(len(samples)) if at % 40 // own == options["rank"]]
+        return DataLoader(Subset(samples, chosen), batch_size=own)
+
+    def loss(self, x: Tensor, y: Tensor, persons: Tensor) -> Tensor:  # type: ignore[override]
+        logits = self(x)
+        sums = torch.zeros(16, logits.shape[-1], dtype=logits.dtype).index_add(0, persons, logits.mean(1))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * sums.square().sum() / len(x)
+
+
+class Partners(FarApart):
+    """The same by pairs."""
+
+    def loss(self, x: Tensor, y: Tensor, persons: Tensor) -> Tensor:  # type: ignore[override]
+        logits = self(x)
+        z = F.normalize(logits.mean(1), dim=-1)
+        same = (persons[:, None] == persons[None]) & ~torch.eye(len(z), dtype=torch.bool)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + (z @ z.T * same).sum() / len(z)
+
+
+class OneMask(TwoComparisons):
+    """Words alone that are counted: nothing runs whole."""
+
+    def left_in(self, y: Tensor, numbers: Tensor) -> Tensor:
+        return y != 2
+
+
+MASKS = (TwoComparisons, Negated, Rows, Filled, Sure, Product, Texts)
+KINDS = {kind.__name__: kind for kind in (*MASKS, FarApart, Partners, OneMask)}
+EVERY = ("TwoComparisons", "Filled", "FarApart")
+
+
+def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after an epoch."""
+    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "arguments"),
+    [
+        pytest.param(kind, layout, arguments, marks=() if kind in EVERY and at == 0 else WIDE)
+        for kind in KINDS
+        for at, (layout, arguments) in enumerate(CUTS)
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    expected = one_process(train, None, kind, {})
+    size = {"micro_batch_size": 2} if kind in ("FarApart", "Partners") else {}
+    first = run_trainers(train, layout, kind, {**arguments, **size}, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+    assert ("weighted by their number of these" in re.sub(r"\s+", " ", first.output)) == (kind == "OneMask")
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", ["TwoComparisons", "Sure", "Product", "FarApart", "Partners"])
+def test_replicas_are_told(kind: str, layout: Layout) -> None:
+    arguments = {"micro_batch_size": "auto" if layout[0] == 1 else 2}
+    ranks = layout[0] * layout[1]
+    outcomes = run_trainers(train, layout, kind, arguments, devices=ranks, check=False, grace=20.0)
+    said = r"Each of the 2 replicas (has that number of its own samples|computes it over its own)"
+    assert re.search(said, re.sub(r"\s+", " ", f"{outcomes[0].error}")), outcomes[0].output
+
+
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_one_mask_is_counted_over_replicas(layout: Layout) -> None:
+    expected = one_process(train, None, "OneMask", {})
+    arguments = {"micro_batch_size": "auto" if layout[0] == 1 else 2}
+    first = run_trainers(train, layout, "OneMask", arguments, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+
+
+def test_masks_that_were_met_both_ways_have_told() -> None:
+    counted, computed = Mask("y != 2", True), Mask("y // 8 == 1", False)
+    met = Masks(frozenset(), (("bend", frozenset([counted, computed])),))
+    assert met.untold(settled=False) == met.untold(settled=True) == "bend"
+    told = met.joined([Masks(frozenset([computed.name]))])
+    assert told.untold(settled=False) is None
+    assert told.untold(settled=True) == "bend"
+    assert told.joined([Masks(frozenset([counted.name]))]).untold(settled=True) is None
