@@ -59,12 +59,13 @@ EVERYDAY = [
     *((name, "pp2") for name in ("dropped", "sampling", "continued")),
     *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),
 ]
-FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4", "pp2xcp2")  # of which each module meets every other one, in turn
+FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4", "pp2xcp2")
+IN_TURN = (*FOUR_RANKS, "interleaved", "zb-v")  # of which each module meets every other one
 REST = [
     (name, layout)
     for turn, name in enumerate(sorted(MODULES))
     for layout in LAYOUTS
-    if (name, layout) not in EVERYDAY and (layout not in FOUR_RANKS or (turn + FOUR_RANKS.index(layout)) % 2 == 0)
+    if (name, layout) not in EVERYDAY and (layout not in IN_TURN or (turn + IN_TURN.index(layout)) % 2 == 0)
 ]
 
 

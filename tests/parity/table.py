@@ -1,11 +1,12 @@
 """Which rows the parity table has: a covering subset for every run, an exhaustive table on request.
 
 Five things vary beside the module. The covering subset meets every *pair* of their values at least once, and every
-second of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
+third of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
 and three stages: four ranks cost twice as much as two, and modules meet all kinds of layout in the exhaustive table.
 
-The exhaustive table shows each module in each kind of layout and under each kind of schedule, and one module in every
-*three* values of the five. Kinds of layout: stages alone, beside replicas, tensor ranks or context ranks; context ranks
+The exhaustive table shows each module in each kind of layout and under each kind of schedule (another form of a module,
+with logits, recomputed or as a classifier, under each kind of schedule alone), and one module in every *three* values
+of the five. Kinds of layout: stages alone, beside replicas, tensor ranks or context ranks; context ranks
 without stages; and replicas or context ranks beside tensor ranks. Of the layouts and schedules of one kind, modules
 take one in turn: they differ in their numbers, or in the order of the same segments.
 """
@@ -80,7 +81,7 @@ def everyday() -> list[Row]:
     settings = itertools.chain(covering(), itertools.cycle(covering(SMALL_FACTORS)))
     plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
-    names = [*names[: len(covering())], *names[len(covering()) :: 2]]
+    names = [*names[: len(covering())], *names[len(covering()) :: 3]]
     turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came
         Row("distilled", "pp2", "dualpipe-v", "none", 2, 1),
         Row("conditioned", "pp2", "zb-v", "none", 1, 2),
@@ -113,11 +114,17 @@ def further(
         yield Row(module, layout, schedule, clip, accumulate, micro_batch=1 if schedule == "dualpipe-v" else 2)
 
 
+def is_another_form(module: str) -> bool:
+    """Whether the table has the same model as it comes, and this is what else a user does with it."""
+    name, _, form = module.rpartition("_")
+    return name in ZOO and form in ("logits", "recomputed", "classifier")
+
+
 def everything() -> Iterator[Row]:
     """Every module in all kinds of layouts and schedules, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
     for turn, module in enumerate(ZOO):
-        for layouts in LAYOUTS_OF_ONE_SCHEDULE:
+        for layouts in () if is_another_form(module) else LAYOUTS_OF_ONE_SCHEDULE:
             layout = layouts[turn % len(layouts)]
             schedule = SCHEDULES[turn // len(STAGES) % len(SCHEDULES)] if layout in STAGES else "1f1b"
             clip, accumulate, micro_batch = next(cycle)
