@@ -1,9 +1,9 @@
 """Replicas of the small GPT under this strategy and its peers: step time and bytes held, in one run.
 
 ``python -m tests.benchmarks.replicas --replicas 2`` alternates the contestants in the same processes. Bytes are those
-of all live tensors, counted in a run of its own when each block's backward ends and after the update; the largest
-count is reported, activations included. DDP's buckets, 4 bytes per parameter, lie where Python does not see them and
-are added.
+of all tensors, counted in a run of its own after every operation, activations included. The most is reported of the
+measured steps and, apart, of those before, in some of which this strategy also tries the step on parts of batches.
+DDP's buckets, 4 bytes per parameter, are made where no operation is seen, and are added.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import argparse
 import gc
 import json
 import statistics
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron import MegatronStrategy
-from tests.benchmarks.contestants import Round, trainer_round
-from tests.benchmarks.model import Block, Size, Task
+from tests.benchmarks.contestants import WARM_UP, Round, trainer_round
+from tests.benchmarks.model import Size, Task
 from tests.harness import RankInfo, run_job
 
 
@@ -81,27 +87,45 @@ RIVALS = {"ours, weights": "FSDP2, freed", "ours, to the end": "FSDP2"}
 """Contestants that hold the same weights at the same times; the others are compared with "ours"."""
 
 
-class CountBytes(Callback):
-    """The most bytes that live tensors hold at the end of a block's backward or before an update."""
+class StepBytes(TorchDispatchMode):
+    """The most bytes of tensors in each step: of all that an operation has returned, until the last tensor on it goes.
+
+    Tensors that only autograd or a kernel's bucket holds count, and memory that was resized counts as it is.
+    """
 
     def __init__(self) -> None:
-        self.most = 0
+        super().__init__()
+        self._storages: dict[int, Any] = {}
+        self.step, self.most = -1, dict[int, int]()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for module in pl_module.modules():
-            if isinstance(module, Block):
-                module.register_full_backward_hook(self._count)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  #: the operations on the tensors inside of it come here again
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and type(leaf) not in (FakeTensor, DTensor) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in self._storages:
+                    self._storages[key] = weakref.ref(storage, partial(self._gone, key))
+        live = (storage() for storage in list(self._storages.values()))
+        now = sum(storage.nbytes() for storage in live if storage is not None)
+        self.most[self.step] = max(self.most.get(self.step, 0), now)
+        return result
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self._count()
+    def _gone(self, key: int, _: Any) -> None:
+        self._storages.pop(key, None)
 
-    def _count(self, *_: Any) -> None:
-        storages = {}
-        for found in gc.get_objects():
-            if issubclass(type(found), Tensor) and found.device.type == "cpu":
-                local = found._local_tensor if hasattr(found, "_local_tensor") else found
-                storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-        self.most = max(self.most, sum(storages.values()))
+
+class CountSteps(Callback):
+    """Tells a meter which step it is in, and collects garbage, so that none is charged for cycles of references."""
+
+    def __init__(self, meter: StepBytes) -> None:
+        self.meter = meter
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        gc.collect()
+        self.meter.step = batch_idx
 
 
 def compete(
@@ -119,13 +143,14 @@ def compete(
     return results
 
 
-def memory(info: RankInfo, size: Size, name: str) -> int:
-    """Bytes held by one contestant."""
+def memory(info: RankInfo, size: Size, name: str) -> tuple[int, int]:
+    """Bytes held by one contestant, at the most: in a measured step, and in one before."""
     strategy, task = contestants(info.world_size)[name]
-    counter = CountBytes()
     gc.collect()  # what earlier jobs of this process have left behind
-    trainer_round(info, size, 1, strategy(), size.batch // info.world_size, task, [counter])
-    return counter.most
+    with StepBytes() as meter:
+        trainer_round(info, size, 2, strategy(), size.batch // info.world_size, task, [CountSteps(meter)])
+    steps = meter.most.items()
+    return max(most for step, most in steps if step >= WARM_UP), max(most for step, most in steps if step < WARM_UP)
 
 
 def main() -> None:
@@ -147,9 +172,13 @@ def main() -> None:
     for name in only:
         rival = {theirs: ours for ours, theirs in RIVALS.items()}.get(name, "ours")
         rival = rival if rival in only else only[0]
-        held = max(o.value for o in run_job(memory, replicas, size, name, deadline=300.0))
-        held += 4 * parameters if name.startswith("DDP") else 0
+        held, before = map(
+            max, zip(*(o.value for o in run_job(memory, replicas, size, name, deadline=300.0)), strict=True)
+        )
+        more = 4 * parameters if name.startswith("DDP") else 0
+        held, before = held + more, before + more
         line: dict[str, Any] = {"ours": rival, "bytes": held, "bytes_per_parameter": held / parameters}
+        line["bytes_per_parameter_before"] = before / parameters
         for measure, combine in (("seconds", max), ("cpu", sum)):
             own, theirs = (
                 [combine(getattr(rank[who][i], measure) for rank in ranks) for i in range(arguments.rounds)]
@@ -160,7 +189,8 @@ def main() -> None:
         report["contestants"][name] = line
         print(
             f"{name:18s} {line['seconds'] * 1e3:8.1f} ms ({rival} / this {line['seconds_ratio']:.3f})  "
-            f"cpu {line['cpu'] * 1e3:8.1f} ms ({line['cpu_ratio']:.3f})  {line['bytes_per_parameter']:.1f} B/parameter"
+            f"cpu {line['cpu'] * 1e3:8.1f} ms ({line['cpu_ratio']:.3f})  {line['bytes_per_parameter']:.1f} B/parameter "
+            f"({before / parameters:.1f} before)"
         )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
