@@ -127,6 +127,34 @@ class Partners(FarApart):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + (z @ z.T * same).sum() / len(z)
 
 
+class ByTheLongest(TwoComparisons):
+    """Decides by a number of the batch's integers, in a tensor."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        loss = self.each(x, y)
+        return 2 * loss if (numbers % 13).max() > 11 else loss
+
+
+class Listed(TwoComparisons):
+    """Chooses samples in Python."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        kept = [place for place, number in enumerate(numbers.tolist()) if number != BATCH + 2]
+        return self.each(x[kept], y[kept]) if len(kept) == 0 else F.cross_entropy(self(x)[kept].mT, y[kept])
+
+
+class Lengths(TwoComparisons):
+    """Divides by lengths that the batch brings."""
+
+    def samples(self) -> TensorDataset:
+        x, y, numbers = super().samples().tensors
+        return TensorDataset(x, y, 1 + numbers % 5)
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none")
+        return (each * (torch.arange(y.shape[1])[None] < numbers[:, None])).sum() / numbers.sum()
+
+
 class OneMask(TwoComparisons):
     """Words alone that are counted: nothing runs whole."""
 
@@ -134,8 +162,9 @@ class OneMask(TwoComparisons):
         return y != 2
 
 
-MASKS = (TwoComparisons, Negated, Rows, Filled, Sure, Product, Texts)
-KINDS = {kind.__name__: kind for kind in (*MASKS, FarApart, Partners, OneMask)}
+MASKS = (TwoComparisons, Negated, Rows, Filled, Sure, Product, Texts, ByTheLongest, Listed)
+COUNTED = ("OneMask", "Lengths")
+KINDS = {kind.__name__: kind for kind in (*MASKS, FarApart, Partners, OneMask, Lengths)}
 EVERY = ("TwoComparisons", "Filled", "FarApart")
 
 
@@ -158,7 +187,7 @@ def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: 
     size = {"micro_batch_size": 2} if kind in ("FarApart", "Partners") else {}
     first = run_trainers(train, layout, kind, {**arguments, **size}, devices=layout[0] * layout[1])[0]
     assert not list(differences("weights", first.value, expected, 1e-9)), first.output
-    assert ("weighted by their number of these" in re.sub(r"\s+", " ", first.output)) == (kind == "OneMask")
+    assert ("weighted by their number of these" in re.sub(r"\s+", " ", first.output)) == (kind in COUNTED)
 
 
 @pytest.mark.everyday(2)
@@ -174,10 +203,11 @@ def test_replicas_are_told(kind: str, layout: Layout) -> None:
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
-def test_one_mask_is_counted_over_replicas(layout: Layout) -> None:
-    expected = one_process(train, None, "OneMask", {})
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_is_counted_is_counted_over_replicas(layout: Layout, kind: str) -> None:
+    expected = one_process(train, None, kind, {})
     arguments = {"micro_batch_size": "auto" if layout[0] == 1 else 2}
-    first = run_trainers(train, layout, "OneMask", arguments, devices=layout[0] * layout[1])[0]
+    first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
     assert not list(differences("weights", first.value, expected, 1e-9)), first.output
 
 

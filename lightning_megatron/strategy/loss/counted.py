@@ -25,7 +25,8 @@ class Counted:
     Attributes:
         place: its place among the tensors of the batch, depth first.
         shifted: whether the first entry of each sample is no target, as for the next token.
-        ignored: what entries that are no targets are; ``None``: entries are weights, such as a mask of ones and zeros.
+        ignored: what entries that are no targets are; ``None``: entries are weights, such as a mask of ones and zeros,
+            or lengths of samples.
     """
 
     place: int
@@ -84,7 +85,12 @@ def _countable(batch: Any, marks: Sequence[int]) -> list[Counted]:
     for place, tensor in _by_sample(batch):
         if tensor.is_floating_point() and tensor.ndim <= _WEIGHTS and bool((tensor >= 0).all()):
             found += [Counted(place, shifted, None) for shifted in ((False, True) if tensor.ndim > 1 else (False,))]
-    return found
+    return found + [Counted(place, False, None) for place, tensor in integers_of(batch) if _may_be_lengths(tensor)]
+
+
+def _may_be_lengths(tensor: Tensor) -> bool:
+    """Whether integers, one for each sample, may say how much of it counts."""
+    return tensor.ndim == 1 and tensor.dtype != torch.bool and bool((tensor >= 0).all())
 
 
 def integers_of(batch: Any) -> Iterator[tuple[int, Tensor]]:

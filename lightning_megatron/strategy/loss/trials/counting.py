@@ -57,7 +57,7 @@ def functions_called(*names: str) -> frozenset[Any]:
 ORDERS = functions_called(*_ORDERS, *(f"__{name}__" for name in ("gt", "lt", "ge", "le")))
 """Comparisons of more and less."""
 
-DECIDES = functions_called("__bool__", "item", "__float__", "__int__", "numpy", "__array__")
+DECIDES = functions_called("__bool__", "item", "tolist", "__float__", "__int__", "numpy", "__array__")
 """Functions that take a number out of a tensor."""
 
 _COMPARISONS = ORDERS | functions_called(*_EQUAL, *_FINITE, "isclose")
@@ -68,7 +68,7 @@ _IS_IN = functions_called("isin")
 _TABLES = _IS_IN | functions_called("__getitem__")
 _MEANS = functions_called("nanmean", "nanmedian")
 _BEGIN = _COMPARISONS | _TABLES | _MEANS
-_ITEM = functions_called("item")
+_ITEM = functions_called("item", "tolist")
 _LOSSES = functions_called("cross_entropy", "nll_loss")
 _INDEX = functions_called("__getitem__", "index_select", "gather", "take")
 _CHOICE = functions_called("__getitem__", "index_select", "masked_select")
@@ -242,14 +242,22 @@ class Counting:
             if asked is not None or (tensor.is_floating_point() and tensor.numel() == 1):
                 number = asked or Asked(called_at(func), 1, number_of(tensor))
                 self._decide(number, decided_later(frame_of_caller(), counts=asked is not None))
-        elif func in _ITEM and isinstance(found, (float, int)) and not self._is_own(tensor):
-            taken = TakenFloat if isinstance(found, float) else TakenInt
-            return taken(found).by(self.compared, asked, graded=tensor.requires_grad)
+        elif func in _ITEM and not self._is_own(tensor):
+            return self._taken(found, asked, graded=tensor.requires_grad)
         return found
 
+    def _taken(self, found: Any, asked: Asked | None, *, graded: bool) -> Any:
+        """Numbers of Python's, in lists where there are several, which are followed."""
+        if isinstance(found, list):
+            return [self._taken(each, asked, graded=graded) for each in found]
+        if isinstance(found, bool) or not isinstance(found, (float, int)):
+            return found
+        taken = TakenFloat if isinstance(found, float) else TakenInt
+        return taken(found).by(self.compared, asked, graded=graded)
+
     def _compares_integers(self, found: Any, tensors: Sequence[Tensor]) -> bool:
-        """Whether integers of the batch are compared, or those that are computed of it, and not by an own mask."""
-        masks = isinstance(found, Tensor) and found.dtype == torch.bool and found.ndim > 0 and found.numel() > 0
+        """Whether integers of the batch are compared, or those that are computed of it."""
+        masks = isinstance(found, Tensor) and found.dtype == torch.bool and found.numel() > 0
         floats = any(each.is_floating_point() or each.is_complex() for each in tensors)
         return masks and not floats and any(map(self.seen.is_followed, tensors))
 
@@ -258,8 +266,11 @@ class Counting:
         known = of_all(list(self._known(given)))
         if known is not None and func in _SAME and any(type(each) is int and each in known.put for each in given):
             return known._replace(entries=found.numel())
+        if known is not None and not found.ndim and any(each in (0, 1) for each in given if type(each) is int):
+            return known  # whether any is left at all
         mask = self.seen.compared(line := called_at(func), found, tensors)
         masks = frozenset() if known is not None and not known.masks else frozenset([mask])
+        masks = masks.union(known.masks) if known is not None else masks
         return Asked(line, found.numel(), sum(map(number_of, tensors)) + found.numel(), masks, size=found.numel())
 
     def _is_own(self, tensor: Tensor) -> bool:

@@ -99,6 +99,7 @@ class SeenMasks:
 
     def __init__(self) -> None:
         self.told: set[str] = set()
+        self._sides: dict[str, bool] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -152,8 +153,9 @@ class SeenMasks:
 
     def _note_sides(self, mask: Mask, tensor: Tensor) -> bool:
         """Take note of whether a mask has both sides; returns whether it has one alone."""
-        one = not bool((tensor != tensor.flatten()[0]).any())
-        if not one:
+        first = tensor.flatten()[0]
+        one = not bool((tensor != first).any())
+        if not one or self._sides.setdefault(mask.name, bool(first)) != bool(first):
             self.told.add(mask.name)
         return one
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_megatron.data_parallel.windows.agreement import UnlikeReplicasError
-from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of, tensors_of
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
@@ -374,6 +374,8 @@ def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
     """
     best, place = 0.0, 0
     for way in candidates(batch, *parts):
+        if way.ignored is None and not tensors_of(batch)[way.place].is_floating_point():
+            continue  # lengths, or anything else, such as classes
         counts = [way(part) / batch_size_of(part) for part in parts]
         for index, (one, other) in enumerate(pairwise(counts)):
             unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else _LEAST * (one != other)

@@ -95,5 +95,5 @@ def _comparing(kind: type, name: str) -> Callable[..., Any]:
 for _kind, _plain in ((TakenFloat, float), (TakenInt, int)):
     for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
         setattr(_kind, f"__{_name}__", _computing(_plain, f"__{_name}__"))
-    for _name in ("lt", "le", "gt", "ge"):
+    for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(_kind, f"__{_name}__", _comparing(_plain, f"__{_name}__"))
