@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh.batches import batch_size_of, even_tensors, map_tensors, samples_of
 from lightning_megatron.mesh.draws.same_draws import SameDraws
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.messages.collectives import raw_all_gather
 from lightning_megatron.pipeline.run.pipeline_step import PipelineStep, loss_of
 from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT
@@ -79,11 +80,10 @@ class PaddingOverReplicas:
         self._steps += 1
         if self._tried >= _ENOUGH or (self._steps > _OFTEN and self._steps & (self._steps - 1)):
             return
-        lengths = objects.gather(length_of(batch), self._replicas.group)
-        if not all(lengths) or len(set(lengths)) == 1:
-            return
-        short = shortest_of(batch)
-        if not any(objects.gather(short is not None, self._replicas.group)):
+        short, device = shortest_of(batch), self._context.device
+        mine = torch.tensor([[length_of(batch), int(short is not None)]], device=device)
+        lengths, found = raw_all_gather(mine, 0, self._replicas.group).t().tolist()
+        if not all(lengths) or len(set(lengths)) == 1 or not any(found):
             return
         self._tried += 1
         one = samples_of(batch, 0, 1)
