@@ -221,7 +221,7 @@ class Bends(TorchFunctionMode):
                     yield bend, masks
                 continue
             if bend.kind == "pairs":
-                if all(one.entries for one in each) and met.entries > sum(one.entries for one in each):
+                if _grows_as_pairs(met.entries, [one.entries for one in each], [sizes[part] for part in parts]):
                     yield bend, masks
                 continue
             fewer = 0 < met.entries < sum(one.entries for one in each)
@@ -238,7 +238,7 @@ class Bends(TorchFunctionMode):
 
     def _note_pairs(self, func: Any, found: Tensor, args: Sequence[Any]) -> None:
         """Note how many numbers are made of two tensors."""
-        given = [each for each in tensors_among(args) if not isinstance(each, nn.Parameter)]
+        given = [each for each in tensors_among(args) if not _is_weight(each)]
         if len(given) < 2 and func not in _PRODUCTS:
             return
         if func in _PRODUCTS or found.numel() >= max(each.numel() for each in given):
@@ -272,3 +272,22 @@ class Bends(TorchFunctionMode):
         met.entries = max(met.entries, asked.entries) if bend.kind == "pairs" else met.entries + asked.entries
         met.values.append(asked.value)
         met.masks |= asked.masks
+
+
+def _grows_as_pairs(both: int, parts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether numbers of two parts at once are rather those of pairs of samples than those of samples.
+
+    Rows that experts were sent do not add up to the same either, as they are dealt out to several ranks.
+
+    Args:
+        both: numbers of them at once.
+        parts: of each.
+        sizes: samples of each.
+    """
+    pairs = sum(sizes) ** 2 / sum(size**2 for size in sizes)  # times those of the parts
+    return all(parts) and both > sum(parts) * (1 + (pairs - 1) * 0.7)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether it is a parameter, or a part of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
