@@ -157,6 +157,19 @@ class Late(Task):
     padded_from = BATCH
 
 
+class Emptied(Task):
+    """All targets of the first half of the second batch are ignored, and of the second half of the third."""
+
+    def samples(self) -> TensorDataset:
+        x, y = tokens(BATCH * STEPS)
+        y[BATCH : BATCH + BATCH // 2] = y[-BATCH // 2 :] = -100
+        return TensorDataset(x, y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        each, kept = self.each(x, y, reduction="none").view_as(y), y != -100
+        return each.sum() / kept.sum().clamp(min=1)
+
+
 class Shifted(Task):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten())
@@ -596,7 +609,7 @@ class LogsHits(Rows):
 WEIGHED: dict[str, Callable[[], Task]] = {
     "rows": Rows, "padded": Task, "zero_head": ZeroHead, "late": Late, "shifted": Shifted, "sum": Sum,
     "over_batch_size": OverBatchSize, "counted": Counted, "seen": Seen, "reduced": Reduced, "warming": Warming,
-    "logs": Logs, "balanced": Balanced, "rebalanced": Rebalanced,
+    "logs": Logs, "balanced": Balanced, "rebalanced": Rebalanced, "emptied": Emptied,
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], Task]] = {
     "root": Root, "hardest": Hardest, "focal": Focal,

@@ -12,6 +12,9 @@ from torch import Tensor
 from lightning_megatron.mesh.batches import batch_size_of, tensors_of
 
 IGNORED = (-100, -1, 0)  # torch's `ignore_index`, another usual one, and what most tokenizers pad with
+NEXT_TO_NOTHING = 1e-30
+"""Weight of a batch in which nothing counts, beside those of others; where nothing does anywhere, all are alike."""
+
 _WEIGHTS = 2  # dims of tensors that may be weights of samples or of their tokens
 _MOST = 48  # candidates
 _CONSTANTS = 3  # of a step, that are tried as well

@@ -30,7 +30,7 @@ from lightning_megatron.strategy.hooks.backward_code import takes_gradients
 from lightning_megatron.strategy.lightning.samplers import deals_equally
 from lightning_megatron.strategy.lightning.trainer_access import fetched_loaders
 from lightning_megatron.strategy.logs.joined import Joint
-from lightning_megatron.strategy.loss.counted import Counted
+from lightning_megatron.strategy.loss.counted import NEXT_TO_NOTHING, Counted
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.replicas_said import say_untried_by_hand
 from lightning_megatron.strategy.loss.skips import Asks, Skips
@@ -327,7 +327,7 @@ class Cuts:
             return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums, layers, turns=turns)
         weights = [float((weigh or batch_size_of)(part)) for part in parts]
         if isinstance(weigh, Counted) and not all(weights):  # a mean over nothing is no number
-            parts, weights = [batch], [sum(weights) or 1.0]
+            parts, weights = [batch], [sum(weights) or NEXT_TO_NOTHING]
         total = self._over_replicas(weights, weigh is not None, weigh or batch_size_of)
         turns = self._turns(parts) if passes else None
         return parts, Cut(weights, total, logs, once, layers=layers, turns=turns)

@@ -35,7 +35,7 @@ from lightning_megatron.strategy.carried.carried_values import Carried
 from lightning_megatron.strategy.carried.rows_of_samples import KeptRows, RowsOfPieces
 from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.logs.combining import Narrowed
-from lightning_megatron.strategy.loss.counted import Counted
+from lightning_megatron.strategy.loss.counted import NEXT_TO_NOTHING, Counted
 from lightning_megatron.strategy.loss.replicas_said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
 from lightning_megatron.strategy.loss.traces import Changes, Traces
@@ -175,7 +175,7 @@ class OverReplicas:
         weight = used(batch)
         known = tensors_of(batch)
         here = [way(batch) / weight if weight and way.place < len(known) else -1.0 for way in ways]
-        weight = weight or float(isinstance(used, Counted))  # as a batch counts in which all is ignored
+        weight = weight or (NEXT_TO_NOTHING if isinstance(used, Counted) else 0.0)
         row = torch.tensor([[weight, *here]], dtype=torch.float64, device=self.device)
         rows = raw_all_gather(row, 0, self.group).cpu()
         self.counted = used, float(rows[:, 0].sum())
