@@ -64,7 +64,7 @@ def test_bytes_of_a_step_are_counted_by_kind_and_near_the_planners(sizes: dict[s
             wanted = getattr(one.predicted, kind)  # split layers as small as these keep more than the planner counts
             assert getattr(peak, kind) == pytest.approx(wanted, rel=0.3), (kind, peak, one.predicted)
     assert "rank" in values[0]["text"] and "in brackets what the planner expects" in values[0]["text"]
-    assert values[0]["files"] == ["memory-step5.json", "memory-step5.svg"]
+    assert values[0]["files"] == ["memory-step6.json", "memory-step6.svg"]
     report = values[0]["report"]
     shown = draw(report).axes[1]
     assert shown.get_visible() and shown.get_xlabel() == "planner"

@@ -39,7 +39,8 @@ class MemoryTimeline(Callback):
 
     Args:
         directory: where to; by default ``trainer.default_root_dir``.
-        batch: which training batch of the run, from 1. In the first ones losses are tried, and state is made.
+        batch: which training batch of the run, from 1. In some of the first five losses are tried, over replicas on two
+            batches at once, and state is made.
 
     Attributes:
         report: of the step, once it has run.
@@ -48,7 +49,7 @@ class MemoryTimeline(Callback):
         ValueError: ``batch`` is below 1.
     """
 
-    def __init__(self, directory: str | Path | None = None, batch: int = 5) -> None:
+    def __init__(self, directory: str | Path | None = None, batch: int = 6) -> None:
         if batch < 1:
             raise ValueError(f"`batch={batch}` must be at least 1.")
         self._directory, self._batch, self._seen = directory, batch, 0

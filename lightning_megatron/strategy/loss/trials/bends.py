@@ -290,4 +290,5 @@ def _grows_as_pairs(both: int, parts: Sequence[int], sizes: Sequence[int]) -> bo
 
 def _is_weight(tensor: Tensor) -> bool:
     """Whether it is a parameter, or a part of one."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    with torch._C.DisableTorchFunction():
+        return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

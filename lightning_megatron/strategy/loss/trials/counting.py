@@ -268,7 +268,7 @@ class Counting:
             return known._replace(entries=found.numel())
         if known is not None and not found.ndim and any(each in (0, 1) for each in given if type(each) is int):
             return known  # whether any is left at all
-        mask = self.seen.compared(line := called_at(func), found, tensors)
+        mask = self.seen.compared(line := called_at(func), frame_of_caller().f_lasti, found, tensors)
         masks = frozenset() if known is not None and not known.masks else frozenset([mask])
         masks = masks.union(known.masks) if known is not None else masks
         return Asked(line, found.numel(), sum(map(number_of, tensors)) + found.numel(), masks, size=found.numel())

@@ -133,17 +133,21 @@ class SeenMasks:
             if isinstance(made, Tensor):
                 self._copies[made] = is_copy
 
-    def compared(self, line: str, found: Tensor, integers: Sequence[Tensor]) -> Mask:
+    def compared(self, line: str, place: int, found: Tensor, integers: Sequence[Tensor]) -> Mask:
         """The mask that a comparison gives.
+
+        Those that one place gives, of integers which the step computes, have one name: what a loop does with the tokens
+        of one expert it does with those of another, which may have none in any trial.
 
         Args:
             line: of the comparison.
+            place: in the code, as a line may have several.
             found: what it gives.
             integers: that are compared.
         """
         self._calls[line] += 1
         computed = any(self._copies.get(each, True) is False for each in integers)
-        mask = Mask(f"{line}, {self._calls[line]}", not computed)
+        mask = Mask(f"{line} at {place}" if computed else f"{line}, {self._calls[line]}", not computed)
         self._note_sides(mask, found)
         return mask
 
