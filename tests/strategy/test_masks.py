@@ -100,6 +100,25 @@ class Texts(TwoComparisons):
         return ((each * numbers).sum(1)[lengths > 0] / lengths[lengths > 0]).mean()
 
 
+class Ranked(Texts):
+    """The same, of texts whose mask has any."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none")
+        return (each * numbers).mean(1)[(numbers == 1).any(1)].mean()
+
+
+class Acquainted(TwoComparisons):
+    """Persons of whom there is another one in the batch, of which the first batches have none."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        persons = torch.where((numbers // BATCH == 1) & (numbers % 4 == 0), BATCH, numbers)
+        logits = self(x)
+        each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(1)
+        known = ((persons[:, None] == persons[None]) & ~torch.eye(len(x), dtype=torch.bool)).any(1)
+        return each.mean() + 2 * each[known].mean() if known.any() else each.mean()
+
+
 class FarApart(Task):
     """Two samples of a person, 16 of 40 apart, have a loss together."""
 
@@ -135,6 +154,35 @@ class ByTheLongest(TwoComparisons):
         return 2 * loss if (numbers % 13).max() > 11 else loss
 
 
+class ByTheSum(TwoComparisons):
+    """Decides by a number of Python's that is the sum of the batch's integers."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        loss = self.each(x, y)
+        return 2 * loss if (numbers % 13).sum().item() > 55 else loss
+
+
+class ByAnInteger(ByTheSum):
+    """The same, of a name."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        loss, total = self.each(x, y), int((numbers % 13).sum())
+        if total > 55:
+            loss = 2 * loss
+        return loss
+
+
+class OfKinds(TwoComparisons):
+    """Takes the words that a batch has one after the other; the first batches have none of one."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each, more = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none"), torch.zeros(()).double()
+        for word in sorted(set(y.flatten().tolist())):
+            if word == 3:
+                more = more + each[y == word].mean()
+        return each.mean() + more
+
+
 class Listed(TwoComparisons):
     """Chooses samples in Python."""
 
@@ -159,12 +207,16 @@ class OneMask(TwoComparisons):
     """Words alone that are counted: nothing runs whole."""
 
     def left_in(self, y: Tensor, numbers: Tensor) -> Tensor:
-        return y != 2
+        if max(1, int((y != 2).sum())) < 1 or (y != 2).sum().item() == 0 or int(numbers.max()) == 0:
+            raise ValueError("no words")
+        first = torch.arange(int(y.max()) + 1) < y.max()
+        return (y != 2) & first.any()
 
 
-MASKS = (TwoComparisons, Negated, Rows, Filled, Sure, Product, Texts, ByTheLongest, Listed)
+MASKS = (TwoComparisons, Negated, Rows, Filled, Sure, Product, Texts, Ranked, Acquainted, ByTheLongest, Listed)
+DECIDED = (ByTheSum, ByAnInteger, OfKinds)
 COUNTED = ("OneMask", "Lengths")
-KINDS = {kind.__name__: kind for kind in (*MASKS, FarApart, Partners, OneMask, Lengths)}
+KINDS = {kind.__name__: kind for kind in (*MASKS, *DECIDED, FarApart, Partners, OneMask, Lengths)}
 EVERY = ("TwoComparisons", "Filled", "FarApart")
 
 
@@ -192,7 +244,13 @@ def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: 
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("kind", ["TwoComparisons", "Sure", "Product", "FarApart", "Partners"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("TwoComparisons", "Sure", "Product", "FarApart", "Partners"),
+        *("Ranked", "Acquainted", "ByTheSum", "ByAnInteger", "OfKinds"),
+    ],
+)
 def test_replicas_are_told(kind: str, layout: Layout) -> None:
     arguments = {"micro_batch_size": "auto" if layout[0] == 1 else 2}
     ranks = layout[0] * layout[1]

@@ -35,15 +35,8 @@ from lightning_megatron.mesh.nested import on_filler
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.strategy.carried.frozen_elsewhere import line_of_freezing
-from lightning_megatron.strategy.loss.trials.counting import (
-    DECIDES,
-    ORDERS,
-    Counting,
-    called_at,
-    functions_called,
-    number_of,
-    tensors_among,
-)
+from lightning_megatron.strategy.loss.trials.calls_seen import called_at, functions_called, number_of, tensors_among
+from lightning_megatron.strategy.loss.trials.counting import DECIDES, ORDERS, Counting
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at
 from lightning_megatron.strategy.loss.trials.masks import Asked, Mask
 

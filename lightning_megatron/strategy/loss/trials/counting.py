@@ -29,15 +29,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_megatron.layers.whole import WholeTensor
 from lightning_megatron.mesh.autograd import graph_behind
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_library
-from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, frame_of_user, line_of_frame
-from lightning_megatron.strategy.activations.token_rows import ReadsOtherTokens
+from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, line_of_frame
+from lightning_megatron.strategy.loss.trials.calls_seen import (
+    among,
+    called_at,
+    floats_among,
+    functions_called,
+    number_of,
+    number_of_floats,
+    tensors_among,
+)
 from lightning_megatron.strategy.loss.trials.decisions import Decided, decided_at, decided_later
 from lightning_megatron.strategy.loss.trials.masks import Asked, SeenMasks, of_all, put_in
 from lightning_megatron.strategy.loss.trials.taken_numbers import Taken, TakenFloat, TakenInt
@@ -46,12 +52,6 @@ _ORDERS = ("gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equ
 _EQUAL = ("eq", "ne", "not_equal", "__eq__", "__ne__")
 _FINITE = ("isnan", "isinf", "isfinite", "isposinf", "isneginf")
 _WEIGHS, _IGNORES = 2, 4  # places of `weight` and `ignore_index` among the arguments of torch's losses
-
-
-def functions_called(*names: str) -> frozenset[Any]:
-    """Torch's functions and methods of these names."""
-    found = (getattr(owner, name, None) for owner in (torch, Tensor, F) for name in names)
-    return frozenset(function for function in found if function is not None)
 
 
 ORDERS = functions_called(*_ORDERS, *(f"__{name}__" for name in ("gt", "lt", "ge", "le")))
@@ -67,8 +67,10 @@ _WHERE = functions_called("where")
 _IS_IN = functions_called("isin")
 _TABLES = _IS_IN | functions_called("__getitem__")
 _MEANS = functions_called("nanmean", "nanmedian")
-_BEGIN = _COMPARISONS | _TABLES | _MEANS
+_REDUCE = functions_called("any", "all", "amax", "amin", "max", "min", "prod")
+_BEGIN = _COMPARISONS | _TABLES | _MEANS | _REDUCE
 _ITEM = functions_called("item", "tolist")
+_ANY_AT_ALL = (0, 1)  # numbers that a count is compared with to see whether it is one of anything
 _LOSSES = functions_called("cross_entropy", "nll_loss")
 _INDEX = functions_called("__getitem__", "index_select", "gather", "take")
 _CHOICE = functions_called("__getitem__", "index_select", "masked_select")
@@ -163,17 +165,20 @@ class Counting:
         self.seen.follow(func, found, args, tensors)
         if begins and func in _COMPARISONS and self._compares(found, given):
             self._asked[found] = Asked(
-                called_at(func), found.numel(), _number_of_floats(given) + 1.0, size=found.numel()
+                called_at(func), found.numel(), number_of_floats(given) + 1.0, size=found.numel()
             )
             return found
         if begins and func in _COMPARISONS and self._compares_integers(found, tensors):
             self._asked[found] = self._mask_of(func, found, given, tensors)
             return found
+        if begins and func in _REDUCE and (rows := self._rows_of_mask(found, tensors)) is not None:
+            self._asked[rows] = self._mask_of(func, rows, given, tensors)
+            return found
         if begins and func in _TABLES and self._looks_up(func, found, args):
             self._asked[found] = Asked(called_at(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
             return found
         if begins and func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
-            self.nodes.append((found.grad_fn, Asked(called_at(func), found.numel(), _number_of_floats(given))))
+            self.nodes.append((found.grad_fn, Asked(called_at(func), found.numel(), number_of_floats(given))))
         into = args[0] if found is None else found
         if func in _PUT_BACK and into.grad_fn is not None and any(self._known(given)):
             self._put_back.append(into.grad_fn)
@@ -195,7 +200,7 @@ class Counting:
         """Whether rows were chosen, or computed of some without gradients, that have gradients from here on."""
         if not isinstance(found, Tensor) or not found.ndim:
             return False
-        rows = [each for each in _among(given) if any(self._known([each]))]
+        rows = [each for each in among(given) if any(self._known([each]))]
         if func not in _CHOICE and not all(self._rows_of(each) == len(found) for each in rows):
             return False
         choice = self._rows[found] = ChosenRows(asked)
@@ -219,17 +224,21 @@ class Counting:
                 elif made.grad_fn is not None:
                     choice.lost = True
 
-    def compared(self, number: Taken, other: Any, name: str) -> None:
+    def compared(self, number: Taken, other: Any, name: str, found: bool) -> None:
         """Take note of a comparison of a number that was taken out of a tensor, in Python."""
         frame = sys._getframe(3)
         whole = number.as_float.is_integer() and isinstance(other, (int, float)) and float(other).is_integer()
         kind = decided_at(frame) if self._open else ""
+        asked = Asked(line := f"`{name}` in {line_of_frame(frame)}", 1, number.as_float)
         if number.graded or not whole or kind == "filter":
-            self._decide(Asked(f"`{name}` in {line_of_frame(frame)}", 1, number.as_float), kind)
+            self._decide(asked, kind)
+        elif kind and number.followed and not isinstance(other, Taken) and other not in _ANY_AT_ALL:
+            mask = self.seen.decided(f"{line} at {frame.f_lasti}", found)
+            self._decide(asked._replace(masks=frozenset([mask])), kind)
 
     def _take(self, func: Any, found: Any, tensor: Tensor, asked: Asked | None) -> Any:
         """Take note of a number that leaves torch, followed where Python lets it be."""
-        if asked is not None and asked.line.startswith("`tensor "):  # a look at a mask, such as for a faster way
+        if asked is not None and asked.brought:  # a look at a mask, such as for a faster way
             asked = None
         if isinstance(found, bool):
             frame = frame_of_caller()
@@ -239,21 +248,34 @@ class Counting:
             elif asked is not None:
                 self._decide(asked, kind)
         elif func not in _ITEM and not self._is_own(tensor):
-            if asked is not None or (tensor.is_floating_point() and tensor.numel() == 1):
+            floats = tensor.is_floating_point()
+            if asked is not None or (tensor.numel() == 1 and (floats or self.seen.is_followed(tensor))):
                 number = asked or Asked(called_at(func), 1, number_of(tensor))
-                self._decide(number, decided_later(frame_of_caller(), counts=asked is not None))
+                beside = None if asked is not None else () if floats else _ANY_AT_ALL
+                self._decide(number, decided_later(frame_of_caller(), beside))
         elif func in _ITEM and not self._is_own(tensor):
-            return self._taken(found, asked, graded=tensor.requires_grad)
+            followed = not tensor.is_floating_point() and self.seen.is_followed(tensor)
+            return self._taken(found, asked, graded=tensor.requires_grad, followed=followed)
         return found
 
-    def _taken(self, found: Any, asked: Asked | None, *, graded: bool) -> Any:
+    def _taken(self, found: Any, asked: Asked | None, *, graded: bool, followed: bool) -> Any:
         """Numbers of Python's, in lists where there are several, which are followed."""
         if isinstance(found, list):
-            return [self._taken(each, asked, graded=graded) for each in found]
+            return [self._taken(each, asked, graded=graded, followed=followed) for each in found]
         if isinstance(found, bool) or not isinstance(found, (float, int)):
             return found
         taken = TakenFloat if isinstance(found, float) else TakenInt
-        return taken(found).by(self.compared, asked, graded=graded)
+        return taken(found).by(self.compared, asked, graded=graded, followed=followed)
+
+    def _rows_of_mask(self, found: Any, tensors: Sequence[Tensor]) -> Tensor | None:
+        """A mask of rows that is found of one of integers, such as whether each has any; ``None`` for anything else."""
+        rows = found[0] if isinstance(found, tuple) else found
+        if not isinstance(rows, Tensor) or not rows.ndim or not rows.numel() or rows.grad_fn is not None:
+            return None
+        floats = any(not known.masks for known in self._known(tensors))
+        if floats or not any(map(self.seen.is_followed, tensors)):
+            return None
+        return rows if rows.dtype == torch.bool or bool(((rows == 0) | (rows == 1)).all()) else None
 
     def _compares_integers(self, found: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether integers of the batch are compared, or those that are computed of it."""
@@ -268,7 +290,8 @@ class Counting:
             return known._replace(entries=found.numel())
         if known is not None and not found.ndim and any(each in (0, 1) for each in given if type(each) is int):
             return known  # whether any is left at all
-        mask = self.seen.compared(line := called_at(func), frame_of_caller().f_lasti, found, tensors)
+        place, counts = frame_of_caller().f_lasti, func not in _REDUCE
+        mask = self.seen.compared(line := called_at(func), place, found, tensors, counts=counts)
         masks = frozenset() if known is not None and not known.masks else frozenset([mask])
         masks = masks.union(known.masks) if known is not None else masks
         return Asked(line, found.numel(), sum(map(number_of, tensors)) + found.numel(), masks, size=found.numel())
@@ -289,7 +312,7 @@ class Counting:
                 self._asked[tensor] = asked._replace(entries=min(asked.entries, tensor.numel()))
 
     def _known(self, given: Sequence[Any]) -> Iterator[Asked]:
-        for each in _among(given):
+        for each in among(given):
             asked = self._asked.get(each) if isinstance(each, Tensor) else each.asked
             if asked is not None:
                 yield asked
@@ -315,7 +338,7 @@ class Counting:
 
     @staticmethod
     def _compares(found: Any, given: Sequence[Any]) -> bool:
-        floats = _floats(given)
+        floats = floats_among(given)
         samples = isinstance(found, Tensor) and found.dtype == torch.bool and found.ndim > 0
         return samples and bool(floats) and not all(isinstance(each, nn.Parameter) for each in floats)
 
@@ -341,49 +364,9 @@ def _ignores(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: As
     return kwargs.get("ignore_index", args[_IGNORES] if len(args) > _IGNORES else -100) in asked.put
 
 
-def number_of(tensor: Tensor) -> float:
-    """A number that is another for other entries, most likely."""
-    if tensor.layout is not torch.strided:
-        return 0.0
-    tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    try:
-        return float(tensor.double().sum()) if tensor.numel() <= _MOST else float(tensor.flatten()[0])
-    except ReadsOtherTokens:  # some tokens of a layer that is run on them alone
-        return number_of(tensor.local()) if isinstance(tensor, WholeTensor) else 0.0
-
-
 def _sends_rows() -> bool:
     """Whether it is this package that puts rows together for the ranks of their experts; they all come back."""
     frame = sys._getframe(1)
     while frame.f_back is not None and comes_from(frame, "torch", __package__):
         frame = frame.f_back
     return comes_from(frame, f"{PACKAGE}.experts")
-
-
-_MOST = 1 << 20  # entries that are added up
-
-
-def tensors_among(values: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, and in their lists."""
-    return (each for each in _among(values) if isinstance(each, Tensor))
-
-
-def _among(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (Tensor, Taken)):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _among(value)
-
-
-def _floats(given: Sequence[Any]) -> list[Tensor]:
-    return [each for each in tensors_among(given) if each.is_floating_point()]
-
-
-def _number_of_floats(given: Sequence[Any]) -> float:
-    return sum(map(number_of, _floats(given)))
-
-
-def called_at(func: Any) -> str:
-    """A function's name, and the user's line that calls it."""
-    return f"`{func.__name__.strip('_')}` in {line_of_frame(frame_of_user())}"

@@ -46,14 +46,15 @@ def decided_at(frame: FrameType) -> Decided:
     return _decided(function.f_code, frame.f_lineno)
 
 
-def decided_later(frame: FrameType, *, counts: bool) -> Decided:
+def decided_later(frame: FrameType, beside: tuple[int, ...] | None) -> Decided:
     """Tell what a number may change that the line of a frame takes out of a tensor, by ``float`` or the like.
 
     Args:
         frame: where it is taken.
-        counts: whether it is a count, which matters wherever it is used, and not in comparisons alone.
+        beside: numbers with which it may be compared; ``None`` for a count, which matters wherever it is used, and not
+            in comparisons alone.
     """
-    return "" if is_library(frame) else _used(frame.f_code, frame.f_lineno, counts)
+    return "" if is_library(frame) else _used(frame.f_code, frame.f_lineno, beside)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -84,17 +85,19 @@ def _filters(definition: ast.AST, statement: ast.stmt, line: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _used(code: CodeType, line: int, counts: bool) -> Decided:
+def _used(code: CodeType, line: int, beside: tuple[int, ...] | None) -> Decided:
     definition = definition_in(code)
     statement = None if definition is None else _statement_at(definition, line - code.co_firstlineno + 1)
     if definition is None or statement is None:
         return ""
     names = _names_set_by(statement)
     users = [each for each in _statements(definition) if each is not statement and names & _names_in(_heads(each))]
-    if counts:
+    if beside is None:
         found = users if names else [statement]
-    else:
+    elif not beside:
         found = [each for each in (statement, *users) if any(map(_compares, _heads(each)))]
+    else:
+        found = [each for each in (statement, *users) if any(_compares_whole(h, names, beside) for h in _heads(each))]
     kinds = map(_changed_by, found)
     return max(kinds, key=["", "decision", "choice"].index, default="")
 
@@ -161,6 +164,41 @@ def _compares(node: ast.AST) -> bool:
         if isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("min", "max"):
             return True
     return False
+
+
+def _compares_whole(node: ast.AST, names: set[str], beside: tuple[int, ...]) -> bool:
+    """Whether an expression compares a whole number itself by size, and not what is made of as many entries.
+
+    ::
+
+        if int(n.sum()) > 50                        compares it
+        torch.arange(int(n.max())) < n[:, None]     does not
+
+    Args:
+        node: of the source.
+        names: that hold the number.
+        beside: what it may be compared with.
+    """
+    for part in ast.walk(node):
+        if isinstance(part, ast.Compare) and any(isinstance(op, _ORDERS) for op in part.ops):
+            sides = [part.left, *part.comparators]
+        elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("min", "max"):
+            sides = part.args
+        else:
+            continue
+        allowed = any(isinstance(side, ast.Constant) and side.value in beside for side in sides)
+        if not allowed and any(_is_number(side, names) for side in sides):
+            return True
+    return False
+
+
+def _is_number(node: ast.expr, names: set[str]) -> bool:
+    """Whether an expression is a whole number that was taken out of a tensor, or computed of one."""
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left, names) or _is_number(node.right, names)
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "id", "") == "int"
+    return getattr(node, "id", getattr(node, "attr", None)) in names
 
 
 def _ends_or_says(statement: ast.stmt) -> bool:

@@ -34,10 +34,12 @@ class Mask(NamedTuple):
     Attributes:
         name: alike in all runs of the step, on all ranks.
         counted: whether it is one of the batch's own numbers, which a way of counting may tell.
+        brought: whether the batch brings it as a tensor.
     """
 
     name: str
     counted: bool
+    brought: bool = False
 
 
 class Asked(NamedTuple):
@@ -59,6 +61,11 @@ class Asked(NamedTuple):
     masks: frozenset[Mask] = frozenset()
     put: frozenset[int] = frozenset()
     size: int = 0
+
+    @property
+    def brought(self) -> bool:
+        """Whether it is of masks that the batch brings, and of nothing else."""
+        return bool(self.masks) and all(mask.brought for mask in self.masks)
 
 
 class Masks(NamedTuple):
@@ -118,7 +125,7 @@ class SeenMasks:
             plain = tensor.layout is torch.strided and not (tensor.is_complex() or tensor.requires_grad)
             if not (plain and tensor.ndim and tensor.numel()):
                 continue
-            mask = Mask(f"tensor {place} of the batch", True)
+            mask = Mask(f"tensor {place} of the batch", True, brought=True)
             if self._note_sides(mask, tensor):
                 yield tensor, mask
 
@@ -133,7 +140,9 @@ class SeenMasks:
             if isinstance(made, Tensor):
                 self._copies[made] = is_copy
 
-    def compared(self, line: str, place: int, found: Tensor, integers: Sequence[Tensor]) -> Mask:
+    def compared(
+        self, line: str, place: int, found: Tensor, integers: Sequence[Tensor], *, counts: bool = True
+    ) -> Mask:
         """The mask that a comparison gives.
 
         Those that one place gives, of integers which the step computes, have one name: what a loop does with the tokens
@@ -144,11 +153,25 @@ class SeenMasks:
             place: in the code, as a line may have several.
             found: what it gives.
             integers: that are compared.
+            counts: whether a way of counting may tell it, if they are the batch's own; none tells how many rows have
+                any.
         """
         self._calls[line] += 1
         computed = any(self._copies.get(each, True) is False for each in integers)
-        mask = Mask(f"{line} at {place}" if computed else f"{line}, {self._calls[line]}", not computed)
+        mask = Mask(f"{line} at {place}" if computed else f"{line}, {self._calls[line]}", counts and not computed)
         self._note_sides(mask, found)
+        return mask
+
+    def decided(self, line: str, side: bool) -> Mask:
+        """The mask that stands for a decision of Python's by a number of integers.
+
+        Args:
+            line: of the comparison.
+            side: what it gives.
+        """
+        mask = Mask(line, False)
+        if self._sides.setdefault(mask.name, side) != side:
+            self.told.add(mask.name)
         return mask
 
     def is_followed(self, tensor: Tensor) -> bool:

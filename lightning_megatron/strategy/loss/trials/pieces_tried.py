@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from lightning_megatron.strategy.loss.counted import candidates
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.trials.bends import Bend, Bends
-from lightning_megatron.strategy.loss.trials.masks import Mask, Masks
+from lightning_megatron.strategy.loss.trials.masks import Masks
 from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, find
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
@@ -289,18 +289,14 @@ class Tried:
         return found._replace(apart=found.apart or (line and f"{_ORDER} {line}"))
 
     @property
-    def bend(self) -> Bend | None:
-        """The place at which the loss bends at a number of the batch; ``None`` for none."""
-        return next((bend for bend, _ in self._bends() if not bend.of_masks), None)
-
-    @property
-    def masks(self) -> Masks:
-        """Masks of integers, and what of the loss they may bend."""
-        return Masks(self.met.told_masks, tuple(each for each in self._bends() if each[0].of_masks))
-
-    def _bends(self) -> Iterator[tuple[Bend, frozenset[Mask]]]:
+    def bends(self) -> tuple[Bend | None, Masks]:
+        """The place at which the loss bends at a number of the batch, ``None`` for none; and masks of integers, with
+        what of the loss they may bend.
+        """
         sizes = [batch_size_of(piece) for piece in self._pieces.pieces]
-        return (each for join in self._pieces.joins.items() for each in self.met.of_batch(*join, sizes))
+        found = [each for join in self._pieces.joins.items() for each in self.met.of_batch(*join, sizes)]
+        bend = next((bend for bend, _ in found if not bend.of_masks), None)
+        return bend, Masks(self.met.told_masks, tuple(each for each in found if each[0].of_masks))
 
     @property
     def draws_compiled(self) -> bool:

@@ -16,19 +16,28 @@ from typing import Any, Self
 class Taken:
     """A number that a step has taken out of a tensor; what is computed of it is followed as well."""
 
-    _heard: Callable[[Taken, Any, str], None] | None = None
+    _heard: Callable[[Taken, Any, str, bool], None] | None = None
     asked: Any = None
     graded = False
+    followed = False
 
-    def by(self, heard: Callable[[Taken, Any, str], None] | None, asked: Any, *, graded: bool = False) -> Self:
+    def by(
+        self,
+        heard: Callable[[Taken, Any, str, bool], None] | None,
+        asked: Any,
+        *,
+        graded: bool = False,
+        followed: bool = False,
+    ) -> Self:
         """Say what it is.
 
         Args:
-            heard: is told of its comparisons.
+            heard: is told of its comparisons, and of what each gives.
             asked: what was computed of the result of a comparison, and led to it; ``None`` for nothing.
             graded: whether it is one of the batch, whatever it is.
+            followed: whether it is computed of integers of the batch.
         """
-        self._heard, self.asked, self.graded = heard, asked, graded
+        self._heard, self.asked, self.graded, self.followed = heard, asked, graded, followed
         return self
 
     @property
@@ -36,19 +45,18 @@ class Taken:
         """The number alone."""
         return float(self)  # type: ignore[arg-type]
 
-    def compared(self, other: Any, name: str) -> None:
+    def compared(self, other: Any, name: str, found: bool) -> None:
         """Say that it is compared; called by the comparison."""
         if self._heard is not None:
-            self._heard(self, other, name)
+            self._heard(self, other, name, found)
 
     def computed(self, found: Any, other: Any) -> Any:
         """Follow what is computed of it and of another number."""
-        asked, graded = self.asked, self.graded
+        asked, graded, followed = self.asked, self.graded, self.followed
         if isinstance(other, Taken):
-            asked, graded = asked or other.asked, graded or other.graded
-        if isinstance(found, float):
-            return TakenFloat(found).by(self._heard, asked, graded=graded)
-        return TakenInt(found).by(self._heard, asked, graded=graded) if isinstance(found, int) else found
+            asked, graded, followed = asked or other.asked, graded or other.graded, followed or other.followed
+        kind = TakenFloat if isinstance(found, float) else TakenInt if isinstance(found, int) else None
+        return found if kind is None else kind(found).by(self._heard, asked, graded=graded, followed=followed)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(2)[1][0]
@@ -86,7 +94,7 @@ def _comparing(kind: type, name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
         found = original(self, other)
         if found is not NotImplemented:
-            self.compared(other, name.strip("_"))
+            self.compared(other, name.strip("_"), found)
         return found
 
     return method

@@ -275,7 +275,7 @@ class LossTrials:
         alone = middle is None and self._may_run_around(tried, writes)
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
-        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, tried.bend, tried.masks
+        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, *tried.bends
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
         every, masks = zip(*(one.of_batch for one in told), strict=True), [one.masks for one in told]
         exact = not any(one.draws.narrow for one in told)
