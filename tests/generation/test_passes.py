@@ -60,12 +60,12 @@ EVERYDAY = [
     *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),
 ]
 FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4", "pp2xcp2")
-IN_TURN = (*FOUR_RANKS, "interleaved", "zb-v")  # of which each module meets every other one
+IN_TURN = (*FOUR_RANKS, "interleaved", "zb-v")  # of which each module meets every third one
 REST = [
     (name, layout)
     for turn, name in enumerate(sorted(MODULES))
     for layout in LAYOUTS
-    if (name, layout) not in EVERYDAY and (layout not in IN_TURN or (turn + IN_TURN.index(layout)) % 2 == 0)
+    if (name, layout) not in EVERYDAY and (layout not in IN_TURN or (turn + IN_TURN.index(layout)) % 3 == 0)
 ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from lightning_megatron.parallelize import explain
 from lightning_megatron.parallelize.pairs.decide import draw_up
 from lightning_megatron.parallelize.plan.blueprint import ColumnCut
 from lightning_megatron.parallelize.plan.patterns import generalize, matches
+from lightning_megatron.parallelize.reading import inputs
 from lightning_megatron.parallelize.reading.heads import HeadSizes
 from lightning_megatron.parallelize.reading.inputs import run_examples
 from lightning_megatron.tools.commands.cli import app
@@ -390,3 +393,37 @@ def test_module_in_several_places_is_read_and_left_as_it_was():
         explain(module, 2)
     after = dict(module.named_parameters(remove_duplicate=False))
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+
+
+class Alone(LightningModule):
+    """A LightningModule without a ``forward``, as many are: its step calls the network in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+class Decorated(Alone):
+    """A ``forward`` whose decorator adds an argument: what it says of itself is not how it is called."""
+
+    def _forward(self, scale, x):
+        return scale * self.net(x)
+
+    @functools.wraps(_forward)
+    def forward(self, *args):
+        return self._forward(2.0, *args)
+
+
+@pytest.mark.parametrize(("kind", "ran"), [(Alone, ["Sequential"]), (Decorated, ["Decorated"])])
+def test_only_what_a_part_can_be_called_with_is_tried(kind, ran, monkeypatch):
+    tried = []
+
+    def counted(part, args, kwargs, **options):
+        tried.append(type(part).__name__)
+        return traced(part, args, kwargs, **options)
+
+    traced = inputs.trace
+    monkeypatch.setattr(inputs, "trace", counted)
+    found, why = run_examples(kind())
+    assert found is not None, why
+    assert tried == ran

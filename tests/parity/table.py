@@ -4,11 +4,12 @@ Five things vary beside the module. The covering subset meets every *pair* of th
 third of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
 and three stages: four ranks cost twice as much as two, and modules meet all kinds of layout in the exhaustive table.
 
-The exhaustive table shows each module in each kind of layout and under each kind of schedule (another form of a module,
-with logits, recomputed or as a classifier, under each kind of schedule alone), and one module in every *three* values
-of the five. Kinds of layout: stages alone, beside replicas, tensor ranks or context ranks; context ranks
-without stages; and replicas or context ranks beside tensor ranks. Of the layouts and schedules of one kind, modules
-take one in turn: they differ in their numbers, or in the order of the same segments.
+The exhaustive table shows each module in two of three kinds of layout and under two of three kinds of schedule (another
+form of a module, with logits, recomputed or as a classifier, under schedules alone), and one module in every *three*
+values of the five. Kinds of layout: stages alone; context ranks without stages; replicas or context ranks beside tensor
+ranks. Beside stages of a schedule are replicas, tensor ranks or context ranks. Modules leave out a kind in turn, and of
+the layouts and schedules of one kind they take one in turn, which differ in their numbers, or in the order of the same
+segments.
 """
 
 from __future__ import annotations
@@ -120,17 +121,22 @@ def is_another_form(module: str) -> bool:
     return name in ZOO and form in ("logits", "recomputed", "classifier")
 
 
+def _all_but_one(kinds: Sequence[tuple[str, ...]], turn: int) -> list[tuple[str, ...]]:
+    return [kind for place, kind in enumerate(kinds) if place != turn % len(kinds)]
+
+
 def everything() -> Iterator[Row]:
-    """Every module in all kinds of layouts and schedules, and one module in any three values of the settings."""
+    """Every module in two kinds of layouts and of schedules, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
     for turn, module in enumerate(ZOO):
-        for layouts in () if is_another_form(module) else LAYOUTS_OF_ONE_SCHEDULE:
+        kinds = () if is_another_form(module) else _all_but_one(LAYOUTS_OF_ONE_SCHEDULE, turn)
+        for layouts in kinds:
             layout = layouts[turn % len(layouts)]
             schedule = SCHEDULES[turn // len(STAGES) % len(SCHEDULES)] if layout in STAGES else "1f1b"
             clip, accumulate, micro_batch = next(cycle)
             yield Row(module, layout, schedule, clip, accumulate, 0 if "cp" in layout else micro_batch)
         first = turn % len(TWO_STAGES)
-        schedules = [kind[turn % len(kind)] for kind in KINDS_OF_SCHEDULE]
+        schedules = [kind[turn % len(kind)] for kind in _all_but_one(KINDS_OF_SCHEDULE, turn // len(TWO_STAGES))]
         yield from further(module, schedules, TWO_STAGES[first:] + TWO_STAGES[:first], cycle)
     modules = ("nanogpt", "torch_encoder", "hf_llama")
     for turn, schedule in enumerate((*SCHEDULES, *FURTHER_SCHEDULES)):

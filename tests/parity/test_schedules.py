@@ -43,13 +43,14 @@ def test_training_by_schedule_is_that_of_one_process(row: ScheduleRow) -> None:
 
 
 def wide_rows() -> list[ScheduleRow]:
-    """Any three of: schedule and pieces, micro-batches, clipping, accumulation, recomputation, replicas, tensor ranks.
+    """Any three of: schedule and pieces, micro-batches, clipping, accumulation, recomputation, further ranks.
 
     Batches of 8 and 4 samples make 8 and 4, 4 and 2 or 3 and 2 micro-batches, with 2 replicas half as many; every run
     validates too.
     """
     schedules = [(name, None) for name in NAMED] + [("interleaved", v) for v in (1, 2, 3)]
-    columns = (schedules, (1, 2, 3), ("none", "norm", "value"), (1, 2), ("None", "'full'", "['*.mlp']"), (1, 2), (1, 2))
+    beside = ((1, 1), (2, 1), (1, 2))  # with both, eight ranks: below, under each schedule
+    columns = (schedules, (1, 2, 3), ("none", "norm", "value"), (1, 2), ("None", "'full'", "['*.mlp']"), beside)
     return [
         *(
             ScheduleRow(
@@ -63,7 +64,7 @@ def wide_rows() -> list[ScheduleRow]:
                 tensor=tp,
                 layers=LAYERS if dp * tp == 1 else 2 * max(2, v or 1),
             )
-            for (name, v), m, clip, acc, kind, dp, tp in covering_rows(columns, 3)
+            for (name, v), m, clip, acc, kind, (dp, tp) in covering_rows(columns, 3)
         ),
         *(ScheduleRow(name, micro_batch=3, module="shared", clip="value") for name in NAMED if name not in SHARED),
         *(ScheduleRow(name, replicas=2, micro_batch=1, accumulate=2, layers=4) for name in ("zb-h1", "dualpipe-v")),
@@ -73,7 +74,10 @@ def wide_rows() -> list[ScheduleRow]:
         ScheduleRow("1f1b", micro_batch=2, module="dropout", recompute="'full'"),
         ScheduleRow("zb-h1", tensor=2, micro_batch=2, module="torch", layers=4),
         ScheduleRow("one_by_one", replicas=2, micro_batch=1, module="linears"),
-        ScheduleRow("zb-v", tensor=2, replicas=2, micro_batch=1, accumulate=2, layers=4),
+        *(
+            ScheduleRow(name, tensor=2, replicas=2, micro_batch=1, accumulate=1 + turn % 2, layers=4)
+            for turn, name in enumerate(("1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v"))
+        ),
     ]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -136,7 +137,7 @@ def _may_be(module: nn.Module) -> bool:
     """Whether the module has tensors of its own beside those of at most one linear layer, and can be tried."""
     if is_linear(module) or is_table(module) or is_attention(module) or hasattr(module, "training_step"):
         return False
-    tensors = tensors_of(module)
+    tensors = dict(islice(chain(module.named_parameters(), module.named_buffers()), _MOST + 1))
     if not 1 <= len(tensors) <= _MOST or any(
         x.is_meta or type(x) not in (Tensor, nn.Parameter) for x in tensors.values()
     ):

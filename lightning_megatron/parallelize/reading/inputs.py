@@ -95,6 +95,7 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
     reason = ""
     for guess in guesses:
         try:
+            _check_taken(module.get_submodule(guess.name), guess)
             result = _merge(module, [guess])
         except Exception as error:  # a guess may fail in any way; the error of the first guess says most
             reason = reason or f"{guess.name or type(module).__name__}: {type(error).__name__}: {error}"
@@ -103,6 +104,27 @@ def _first_that_runs(module: nn.Module, guesses: Any) -> tuple[Trace | None, str
             return _with_siblings(module, guess, result), ""
         reason = reason or f"{guess.name or type(module).__name__} runs, but no linear layer of it feeds another one"
     return None, reason or "no part of the module takes token ids or a hidden state"
+
+
+def _check_taken(part: nn.Module, example: Example) -> None:
+    """Refuse what a part cannot be called with, before anything is copied for a trial of it.
+
+    A LightningModule with a ``training_step`` alone would be copied for each of its guesses, as large as it is.
+
+    Raises:
+        NotImplementedError: the part has no ``forward``.
+        TypeError: its ``forward`` takes other arguments.
+    """
+    forward, hooked = part.forward, part._forward_pre_hooks
+    if hooked or type(part).__call__ is not nn.Module.__call__:  # which may change what it is given
+        return
+    if comes_from(forward, "torch.nn.modules.module", "lightning.pytorch.core", "pytorch_lightning.core"):
+        raise NotImplementedError(f"{type(part).__name__} has no `forward`")
+    try:
+        taken = inspect.signature(forward, follow_wrapped=False)  # a decorator may add arguments
+    except ValueError:  # of code that is not Python's
+        return
+    taken.bind(*example.args, **example.kwargs)
 
 
 def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:
