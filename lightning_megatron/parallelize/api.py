@@ -74,6 +74,7 @@ def explain(
     sequence_parallel: bool = False,
     *,
     example: Any = None,
+    whole: Collection[str] = (),
 ) -> ParallelReport:
     """Report what `parallelize` would do on ``size`` ranks, without processes; the module does not change.
 
@@ -83,6 +84,7 @@ def explain(
         plan: as for `parallelize`.
         sequence_parallel: as for `parallelize`.
         example: as for `parallelize`.
+        whole: as for `parallelize`.
 
     Returns:
         The report of the first rank of the group; print its ``explain()``.
@@ -94,7 +96,7 @@ def explain(
         raise ValueError(f"`size={size}` must be the number of tensor-parallel ranks, at least 1.")
     if size == 1:
         return ParallelReport("none", 1, False, whole_table(module))
-    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example)
+    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example, whole)
     weightless = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     paper = copy_of(module, weightless)
     if sequence is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_megatron.mesh.layout import Layout
+from lightning_megatron.planner.cost.mixture import sent_bytes
 from lightning_megatron.planner.model.levels import Level as Level
 from lightning_megatron.planner.model.levels import Topology as Topology
 from lightning_megatron.planner.model.recipe import Recipe
@@ -43,15 +44,29 @@ class Volumes:
 
 
 def step_volumes(shape: ModelShape, recipe: Recipe) -> Volumes:
-    """Bytes that one rank sends in a step of a recipe on each axis."""
+    """Bytes that one rank sends in a step of a recipe on each axis.
+
+    Experts are shared out over neighbours, tensor ranks before replicas. Of the rows that a rank sends, those for ranks
+    of its own replica count on the tensor axis, the others on the data axis.
+
+    Example:
+        Over 2 tensor ranks and 2 replicas with ``expert=4``, a third of the rows goes to the other tensor rank.
+    """
     boundary = recipe.element * recipe.micro_batch * shape.seq * shape.hidden
     layers = shape.layers / recipe.pipeline
     collectives = 4.0 + (2.0 if recipe.recompute == "full" else 0.0)
     ring = 2.0 * (recipe.tensor - 1) / recipe.tensor
-    parameters = shape.parameters / recipe.tensor / recipe.pipeline
+    experts = shape.mixtures * shape.experts * shape.expert_parameters / recipe.pipeline if recipe.expert > 1 else 0.0
+    parameters = (shape.parameters / recipe.pipeline - experts) / recipe.tensor
+    summed = parameters * (recipe.data - 1) / recipe.data
+    summed += experts / recipe.expert * (recipe.expert_copies - 1) / recipe.expert_copies
+    rows = near = 0.0
+    if recipe.expert > 1:
+        rows = sent_bytes(shape, recipe) * shape.mixtures / recipe.pipeline * recipe.micro_batches
+        near = rows * (min(recipe.expert, recipe.tensor) - 1) / (recipe.expert - 1)
     return Volumes(
-        tensor=collectives * ring * boundary * layers * recipe.micro_batches,
-        data=(recipe.bytes_per_gradient + recipe.element) * parameters * (recipe.data - 1) / recipe.data,
+        tensor=collectives * ring * boundary * layers * recipe.micro_batches + near,
+        data=(recipe.bytes_per_gradient + recipe.element) * summed + rows - near,
         pipeline=2.0 * recipe.chunks * boundary / recipe.tensor * recipe.micro_batches,
     )
 

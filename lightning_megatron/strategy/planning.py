@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from lightning_megatron.mesh.layout import Layout, resolve_layout
 from lightning_megatron.planner import Cluster, Gpu, Limits, ModelShape, Prediction, Recipe, plan
 from lightning_megatron.planner.model.cluster import GB
-from lightning_megatron.planner.model.module_shape import shape_from_module
 from lightning_megatron.planner.search.search import Plan
 from lightning_megatron.planner.topology import (
     RankPlacement,
@@ -33,7 +33,10 @@ from lightning_megatron.planner.topology import (
     stage_speeds,
     step_volumes,
 )
-from lightning_megatron.strategy.lightning.trainer_access import trainer_of, training_data
+from lightning_megatron.strategy.callbacks.expert_bias import counts_rows
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of, trainer_of, training_data
+from lightning_megatron.strategy.memory.whole_shape import counted
+from lightning_megatron.strategy.options.balance_asked import Balance
 from lightning_megatron.strategy.options.context_checks import check_context_run
 from lightning_megatron.strategy.options.expert_checks import check_expert_run
 from lightning_megatron.strategy.options.left_to_planner import FACTS
@@ -41,6 +44,7 @@ from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.options.recipes import recipe_of_run
 from lightning_megatron.strategy.options.together import check_activations_run
 from lightning_megatron.strategy.options.weight_checks import check_sharded_weights
+from lightning_megatron.strategy.tried_layout import refused_choice
 
 _PRECISIONS = {"32": "fp32", "64": "fp64", "bf": "bf16", "16": "fp16", "fp8": "fp8"}
 
@@ -92,7 +96,8 @@ def settle(options: Options, module: pl.LightningModule, world: int, per_node: i
     """
     found = None
     if options.layout == "auto":
-        found = _choose(options, module, world, per_node, device)
+        with torch.random.fork_rng(devices=[]):
+            found = _choose(options, module, world, per_node, device)
         options = options.with_recipe(found.best.recipe)
         rank_zero_info(f"layout='auto': {found.best.recipe.describe()}\n{found.explanation}")
     if options.topology is None:
@@ -109,8 +114,18 @@ def _choose(options: Options, module: pl.LightningModule, world: int, per_node: 
     given = {name: value for name, value in asked.items() if name not in FACTS}
     precision = precision_of(module)
     usual = Limits(precision=precision, shardings=shardings_of(options), offload=device.type != "cpu")
+    given |= {"expert": options.expert_parallel_size} if options.expert_parallel_size > 1 else {}
     limits = replace(usual, **(limits_of(options, module, usual) | given))
-    return plan(shape, replace(cluster, gpus_per_node=per_node), world, replica_batch=batch, limits=limits)
+    whole, cluster = _built(module), replace(cluster, gpus_per_node=per_node)
+    while True:
+        found = plan(shape, cluster, world, replica_batch=batch, limits=limits)
+        refused = refused_choice(options, whole, found.best.recipe)
+        if refused is None:
+            return found
+        if refused.name in given:
+            raise refused.error
+        rank_zero_info(f"layout='auto': not {refused.called}: {refused.error}")
+        limits = replace(limits, **{refused.name: refused.without})
 
 
 def shardings_of(options: Options) -> tuple[str, ...]:
@@ -126,6 +141,7 @@ def limits_of(options: Options, module: pl.LightningModule, usual: Limits) -> di
     limits: dict[str, dict[str, Any]] = {
         "expert_parallel_size": {"expert": 1},
         "context_parallel_size": {"context": 1},
+        "sequence_parallel": {"sequence_parallel": False},
         "loss_chunks": {"loss_chunks": False},
         "weight_sharding": {"shardings": whole},
         "optimizer_offload": {"offload": False},
@@ -142,11 +158,16 @@ def _goes_together(options: Options, module: pl.LightningModule, name: str) -> b
     """Whether an option that the planner may choose goes together with the others, and with the module."""
     values: dict[str, Any] = {"weight_sharding": True, "optimizer_offload": True, "activation_offload": "all"}
     changed: dict[str, Any] = {name: values.get(name, 2)}
+    if name == "sequence_parallel":
+        changed = {name: True, "tensor_parallel_size": 2}
     trainer = trainer_of(module)
     try:
         replace(options, layout=None, layout_options=None, **changed)
         if trainer is None:
             return True
+        if name == "sequence_parallel":
+            asked = options.log_expert_load or Balance.asked(options.expert_balance).rate is not None
+            return not (asked or counts_rows(callbacks_of(trainer)))
         if name == "expert_parallel_size":
             check_expert_run(2, 1, trainer, module)
         elif name == "context_parallel_size":
@@ -207,16 +228,21 @@ def facts(module: pl.LightningModule, options: Mapping[str, Any]) -> tuple[Model
 
 def counted_shape(module: pl.LightningModule, seq: int, heads: int | None = None) -> ModelShape:
     """Shape of a module, also of one that is built in ``configure_model``: then a copy is built on the meta device."""
-    try:
-        return shape_from_module(module, seq=seq, heads=heads)
-    except ValueError:
-        if not is_overridden("configure_model", module):
-            raise
+    return counted(_built(module), seq=seq, heads=heads)
+
+
+def _built(module: pl.LightningModule) -> pl.LightningModule:
+    """The module, or a copy on the meta device where its layers are built in ``configure_model`` only."""
+    if not is_overridden("configure_model", module):
+        return module
+    with suppress(ValueError):
+        counted(module, seq=1)
+        return module
     trainer = trainer_of(module)
     built = copy.deepcopy(module, {id(trainer): trainer} if trainer is not None else None)
     with torch.device("meta"):
         built.configure_model()
-    return shape_from_module(built, seq=seq, heads=heads)
+    return built
 
 
 def detected_cluster(device: torch.device, per_node: int) -> Cluster:

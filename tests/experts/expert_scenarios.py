@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers import router_losses
+from lightning_megatron.models import Decoder, DecoderConfig
 from tests.experts import strangers
 from tests.experts.families import DEEP, FAMILIES, FURTHER, UNSPLIT, WIDTH
 from tests.experts.planned import PLANNED
@@ -269,6 +270,24 @@ class Biased(Words):
 
     def __init__(self) -> None:
         super().__init__([strangers.Block(kind) for kind in strangers.BIASED])
+
+
+class Reference(Words):
+    """The reference decoder, with a pyramid of experts, built when training starts."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        del self.embed, self.head, self.layers
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            sizes = {"vocabulary": VOCABULARY, "hidden": WIDTH, "layers": 4, "heads": 2}
+            self.net = Decoder(DecoderConfig(**sizes, experts=(2, 4), top_k=2))
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.net(batch[0]).flatten(0, 1)
+        return F.cross_entropy(logits, batch[1].flatten()) + router_losses(self, balance=0.01)
 
 
 class Moving(Words):
@@ -576,6 +595,7 @@ MODULES = {
     "flat": Flat,
     "jittery": Jittery,
     "built_later": BuiltLater,
+    "reference": Reference,
 }
 
 

@@ -17,7 +17,7 @@ from tools.house import FLOORS, PAGE, page_with_table
 PACKAGE = "lightning_megatron"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
-PLANNER_SEES = ("mesh.layout", "mesh.lazy", "pipeline.schedules")
+PLANNER_SEES = ("mesh.layout", "mesh.lazy", "mesh.parts.names", "pipeline.schedules")
 """What the planner may import: it runs without torch."""
 
 ROOMS_AT_THE_TOP = 15

@@ -136,13 +136,13 @@ def _mixtures(values: Mapping[str, Any]) -> dict[str, int | None]:
     inner = _optional(values, ("moe_intermediate_size",))
     shared = _optional(values, ("shared_expert_intermediate_size",))
     if shared is None:
-        shared = (_optional(values, ("n_shared_experts",)) or 0) * (inner or 0)
+        shared = (_optional(values, ("n_shared_experts", "moe_num_shared_experts")) or 0) * (inner or 0)
     every = _optional(values, ("decoder_sparse_step", "moe_layer_freq")) or 1
     listed = values.get("mlp_only_layers")
     dense = _optional(values, ("first_k_dense_replace",)) or (len(listed) if isinstance(listed, list) else 0)
     return {
         "experts": experts,
-        "top_k": _optional(values, ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")) or 1,
+        "top_k": _optional(values, ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")) or 1,
         "expert_inner": inner,
         "shared_inner": shared,
         "moe_layers": (layers - dense) // every,

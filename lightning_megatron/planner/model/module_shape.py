@@ -5,16 +5,24 @@ Only this part of the planner needs torch, which it imports when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron.planner.model.counted_mixtures import mixture_fields, trunk_of_mixtures
 from lightning_megatron.planner.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | None = None) -> ModelShape:
+_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads")
+_HEAD_SIZES = ("head_dim", "head_size", "per_head")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+
+
+def shape_from_module(
+    build: Callable[[], Any] | Any, *, seq: int, heads: int | None = None, experts: Mapping[str, int] | None = None
+) -> ModelShape:
     """Read the dimensions of a module.
 
     A Hugging Face configuration on the module, or on one of its children, decides if there is one. Otherwise the trunk
@@ -26,9 +34,12 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
         seq: sequence length in tokens.
         heads: attention heads; None reads them from attributes of the layer (``num_heads`` and the like), and else
             assumes heads of 64 channels.
+        experts: name of each module of experts -> how many it has. With some, models whose configuration is not known
+            are counted, too.
 
     Raises:
-        ValueError: the module has no list of layers or no embedding, or a layer is not attention and one MLP.
+        ValueError: the module has no list of layers or no embedding, or a layer is not attention and one MLP, or a
+            mixture of the experts that are named.
     """
     import torch
     from torch import nn
@@ -38,16 +49,18 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
     else:
         with torch.device("meta"):
             module = build()
-    configured = _from_configuration(module, seq)
+    configured = _from_configuration(module, seq, counts=bool(experts))
     if configured is not None:
         return configured
+    if experts and (name := trunk_of_mixtures(module, experts)):
+        return _with_mixtures(module, name, experts, seq, heads)
     trunk = _trunk(module)
     embedding = _embedding(module)
     hidden = embedding.embedding_dim
     matrices = [tuple(p.shape) for p in trunk[0].parameters() if p.dim() == 2]
-    found_heads = heads or _attribute(trunk[0], ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads"))
+    found_heads = heads or _attribute(trunk[0], _HEADS)
     count = found_heads or max(1, hidden // 64)
-    head_dim = _attribute(trunk[0], ("head_dim", "head_size")) or max(1, hidden // count)
+    head_dim = _attribute(trunk[0], _HEAD_SIZES[:2]) or max(1, hidden // count)
     attention, mlp = _split_matrices(matrices, hidden, head_dim * count)
     key_values = max(0, attention - 2 * hidden * head_dim * count) // (2 * hidden)
     kv_heads = max(1, min(count, key_values // head_dim))
@@ -66,6 +79,48 @@ def shape_from_module(build: Callable[[], Any] | Any, *, seq: int, heads: int | 
     )
     _check_layer(shape, trunk[0])
     return shape
+
+
+def _with_mixtures(
+    module: nn.Module, trunk: str, experts: Mapping[str, int], seq: int, heads: int | None
+) -> ModelShape:
+    """The shape of a model with mixtures of experts in the layers of the list ``trunk``."""
+    embedding, layers = _embedding(module), module.get_submodule(trunk)
+    hidden = embedding.embedding_dim
+
+    def asked(names: tuple[str, ...]) -> int | None:
+        return _attribute(layers, names) or next(
+            filter(None, (_own(each, names) for each in _configurations(module))), None
+        )
+
+    count = heads or asked(_HEADS) or max(1, hidden // 64)
+    head_dim, key_values = asked(_HEAD_SIZES) or max(1, hidden // count), asked(_KEY_VALUE_HEADS) or count
+    shape = ModelShape(
+        **mixture_fields(module, trunk, experts, hidden, asked),
+        hidden=hidden,
+        heads=count,
+        vocab=embedding.num_embeddings,
+        seq=seq,
+        kv_heads=key_values if count % key_values == 0 else count,
+        tied=_tied(module, embedding),
+        head_dim=head_dim if head_dim * count != hidden else None,
+        positions=_positions(module, layers, embedding),
+    )
+    counted, real = shape.parameters, sum(parameter.numel() for parameter in module.parameters())
+    width = shape.heads * shape.head_size
+    if not 0.75 < counted / real < 1.33 or shape.attention_matrix_parameters < 2 * hidden * width:
+        raise ValueError(
+            f"the layers of `{trunk}` are not all attention of {count} heads and an MLP or a mixture of experts: "
+            f"counted as such the model has {counted:,} parameters, of {real:,}; give the sizes as a ModelShape"
+        )
+    return shape
+
+
+def _configurations(module: nn.Module) -> Iterator[Any]:
+    """The configurations that the module and its children have, the outermost first."""
+    for child in module.modules():
+        if (config := getattr(child, "config", None)) is not None:
+            yield config
 
 
 def _positions(module: nn.Module, trunk: nn.Module, embedding: nn.Embedding) -> int:
@@ -91,12 +146,18 @@ def _check_layer(shape: ModelShape, layer: nn.Module) -> None:
         )
 
 
-def _from_configuration(module: nn.Module, seq: int) -> ModelShape | None:
-    """The shape from a Hugging Face configuration of the module or one of its children; None without one."""
-    for child in module.modules():
-        config = getattr(child, "config", None)
-        if config is not None and hasattr(config, "to_dict"):
-            return ModelShape.from_config(config.to_dict(), seq=seq)
+def _from_configuration(module: nn.Module, seq: int, *, counts: bool) -> ModelShape | None:
+    """The shape from a Hugging Face configuration of the module or one of its children; None without one, or, where
+    the module can be counted (``counts``), without one of a known kind.
+    """
+    for config in _configurations(module):
+        if hasattr(config, "to_dict"):
+            try:
+                return ModelShape.from_config(config.to_dict(), seq=seq)
+            except ValueError:
+                if not counts or getattr(config, "is_encoder_decoder", False):
+                    raise
+                return None
     return None
 
 
@@ -152,11 +213,15 @@ def _split_matrices(matrices: list[tuple[int, ...]], hidden: int, width: int) ->
 
 def _attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """The first integer attribute of the module or a child with one of ``names``; None without one."""
-    for child in module.modules():
-        for name in names:
-            value = getattr(child, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
+    return next(filter(None, (_own(child, names) for child in module.modules())), None)
+
+
+def _own(thing: Any, names: tuple[str, ...]) -> int | None:
+    """The first integer attribute of ``thing`` with one of ``names``; None without one."""
+    for name in names:
+        value = getattr(thing, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
     return None
 
 

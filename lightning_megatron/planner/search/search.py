@@ -47,6 +47,7 @@ class Limits:
         pipeline: fixed pipeline size, likewise.
         micro_batch: fixed micro-batch size, likewise.
         largest_tensor: largest tensor-parallel size; None means the GPUs of a node.
+        sequence_parallel: whether what is between layers may be split along the sequence, over tensor ranks.
         expert: fixed number of ranks that share out the experts of mixtures, likewise.
         imbalance: rows of the busiest of these ranks over the mean.
         context: fixed number of ranks that share the tokens of a sequence; None tries all that leave each of them at
@@ -68,6 +69,7 @@ class Limits:
     pipeline: int | None = None
     micro_batch: int | None = None
     largest_tensor: int | None = None
+    sequence_parallel: bool = True
     expert: int | None = None
     imbalance: float = 1.0
     context: int | None = None
@@ -245,8 +247,7 @@ def _context_sizes(shape: ModelShape, ranks: int, limits: Limits) -> list[int]:
 
 def _grids(shape: ModelShape, sizes: Recipe, limits: Limits, cluster: Cluster) -> Iterator[Recipe]:
     """Yield the recipe of sizes with each number of expert ranks, and each way of attention over context ranks."""
-    experts = _expert_sizes(shape, sizes.tensor, sizes.data, limits) if sizes.context == 1 else [1]
-    for expert in experts:
+    for expert in _expert_sizes(shape, sizes, limits):
         for method in limits.context_methods if sizes.context > 1 else ("gather",):
             for heads in _context_heads(sizes, method, cluster.gpus_per_node):
                 found = replace(sizes, expert=expert, context_method=method, context_heads=heads)
@@ -261,11 +262,13 @@ def _context_heads(sizes: Recipe, method: str, gpus: int) -> list[int | None]:
     return [None, inside] if several else [None]
 
 
-def _expert_sizes(shape: ModelShape, tensor: int, data: int, limits: Limits) -> list[int]:
+def _expert_sizes(shape: ModelShape, sizes: Recipe, limits: Limits) -> list[int]:
     """Numbers of ranks that can share out the experts; 1 for a dense model."""
     if not shape.experts:
         return [1]
-    block = tensor * data if limits.software.folds_experts else data if tensor == 1 else 1
+    block = sizes.tensor * sizes.replicas
+    if not limits.software.folds_experts:
+        block = sizes.data if sizes.tensor * sizes.context == 1 else 1
     return [size for size in _divisors(block, limits.expert) if shape.experts % size == 0]
 
 
@@ -274,6 +277,7 @@ def _recipes(shape: ModelShape, grid: Recipe, limits: Limits) -> Iterator[Recipe
     tensor, pipeline = grid.tensor, grid.pipeline
     per_replica = grid.global_batch // grid.data
     schedules = list(_schedules(shape, pipeline, limits.schedules))
+    sequences = (True, False) if tensor > 1 and limits.sequence_parallel else (limits.sequence_parallel,)
     for micro_batch in _divisors(per_replica, limits.micro_batch):
         if micro_batch > _LARGEST_MICRO_BATCH:
             continue
@@ -283,7 +287,7 @@ def _recipes(shape: ModelShape, grid: Recipe, limits: Limits) -> Iterator[Recipe
                     continue  # with one replica all shardings are the same
                 if sharding in ("fsdp", "hsdp") and pipeline > 1 and not limits.software.frees_under_pipeline:
                     continue
-                for sequence in (True, False) if tensor > 1 else (True,):
+                for sequence in sequences:
                     yield replace(
                         grid,
                         micro_batch=micro_batch,
@@ -339,6 +343,12 @@ def _nothing_found(
         return (
             f"`tensor={limits.tensor}` does not divide heads={shape.heads}; use {', '.join(map(str, fitting[:-1]))} or "
             f"{fitting[-1]}, or another number of heads"
+        )
+    if limits.expert and shape.experts and shape.experts % limits.expert:
+        fitting = [size for size in range(1, shape.experts + 1) if shape.experts % size == 0]
+        return (
+            f"`expert={limits.expert}` does not share out the model's `experts={shape.experts}` evenly; use "
+            f"{', '.join(map(str, fitting[:-1]))} or {fitting[-1]}"
         )
     if not considered:
         fixed = [f"`{name}={getattr(limits, name)}`" for name in _FIXED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -102,6 +103,11 @@ class ExpertBias(Callback):
         if self._counts is not None:
             self._counts.close()
             self._counts = None
+
+
+def counts_rows(callbacks: Iterable[Callback]) -> bool:
+    """Whether one of ``callbacks`` counts the rows of experts, which it does under some options only."""
+    return any(isinstance(callback, ExpertLoad | ExpertBias) for callback in callbacks)
 
 
 def insert_expert_callbacks(trainer: pl.Trainer, *, load: bool, rate: float | None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
+from torch import nn
 
+from lightning_megatron.experts.routers import mixtures_of
 from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.planner import ModelShape
 from lightning_megatron.planner.model.module_shape import shape_from_module
@@ -33,8 +35,23 @@ def shape_of(module: pl.LightningModule) -> ModelShape | str:
     return (Marks.of(module).get(WholeShape) or _read(module)).shape
 
 
+def counted(module: nn.Module, *, seq: int, heads: int | None = None) -> ModelShape:
+    """The shape of a whole module, whose mixtures of experts are found by their structure.
+
+    Args:
+        module: as it is written.
+        seq: tokens of a sequence.
+        heads: of attention, where the module does not say how many.
+
+    Raises:
+        ValueError: its sizes cannot be read.
+    """
+    experts = {mixture.path: mixture.count for mixture in mixtures_of(module)}
+    return shape_from_module(module, seq=seq, heads=heads, experts=experts)
+
+
 def _read(module: pl.LightningModule) -> WholeShape:
     try:
-        return WholeShape(shape_from_module(module, seq=1))
+        return WholeShape(counted(module, seq=1))
     except Exception as error:  # of a module that nobody has asked to be read
         return WholeShape(str(error).partition("\n")[0])

@@ -22,10 +22,10 @@ from lightning_megatron.strategy.options.together import check_module_with, chec
 _WITHOUT_EXPERTS = {
     "compile_layers": False,
     "overlap_parameter_gather": False,
-    "layout": None,
-    "topology": None,
 }
 """Options that cannot be combined with expert ranks, and the only values that do."""
+_WITHOUT_PARTS = {**_WITHOUT_EXPERTS, "layout": None}
+"""Likewise where experts are cut themselves, which the planner does not."""
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
@@ -50,9 +50,10 @@ def check_experts(options: Any) -> None:
     check_plan(options.expert_parallel_plan)
     if options.expert_parallel_plan != "auto":
         _check_planned(options)
-    for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+    sizes = ("expert_parallel_size", _WITHOUT_EXPERTS), ("expert_tensor_parallel_size", _WITHOUT_PARTS)
+    for name, only in sizes:
         if getattr(options, name) > 1:
-            check_options_with(f"{name}={getattr(options, name)}", options, _WITHOUT_EXPERTS, f"{name}=1")
+            check_options_with(f"{name}={getattr(options, name)}", options, only, f"{name}=1")
 
 
 def _check_planned(options: Any) -> None:
@@ -136,7 +137,8 @@ def check_expert_optimizers(size: int, optimizers: Sequence[Optimizer], least: I
         raise MisconfigurationException(
             f"{names} needs {least.value} (found by a trial on small matrices), but experts distributed over {size} "
             "ranks leave every rank a part of their parameters; use an optimizer that updates every element by itself, "
-            "such as AdamW or SGD, or `expert_parallel_size=1` and `expert_tensor_parallel_size=1`."
+            "such as AdamW or SGD, or `expert_parallel_size=1` and `expert_tensor_parallel_size=1`; with "
+            "`layout='auto'`, `layout_options={'expert': 1}`."
         )
 
 
