@@ -28,7 +28,7 @@ from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import METADATA, line_of_user
-from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away
+from lightning_megatron.pipeline.elsewhere.away import Away, make_real, refuse_away, tensors_in
 from lightning_megatron.pipeline.run.passes import Passes
 from lightning_megatron.pipeline.run.pipeline_step import loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
@@ -148,8 +148,8 @@ class GradientsTaken(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if self._made and func not in METADATA:
-            lines = {line for each in _tensors_in((args, kwargs)) for line in self._made.get(each, ())}
-            for made in _tensors_in(found) if lines else ():
+            lines = {line for each in tensors_in((args, kwargs)) for line in self._made.get(each, ())}
+            for made in tensors_in(found) if lines else ():
                 self._made[made] = lines.union(self._made.get(made, ()))
         return found
 
@@ -161,7 +161,7 @@ class GradientsTaken(TorchFunctionMode):
         line = line_of_user()
         if line not in self._gathered:
             self._lines[line] = distributed.asked.count
-            for gradient in _tensors_in(found):
+            for gradient in tensors_in(found):
                 self._made[gradient] = {line}
         return found
 
@@ -169,17 +169,6 @@ class GradientsTaken(TorchFunctionMode):
         for line in self._made.get(tensor, ()):
             self._gathered.add(line)
             self._lines.pop(line, None)
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    """Tensors in lists, tuples and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors_in(value)
-    elif isinstance(values, dict):
-        yield from _tensors_in(list(values.values()))
 
 
 def _reaches_parameters(inputs: Any) -> bool:
