@@ -36,6 +36,7 @@ from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.refusals import check_backward
 from lightning_megatron.strategy.callbacks.cut_short import CutShort
 from lightning_megatron.strategy.callbacks.loop_ends import remove_loop_ends
+from lightning_megatron.strategy.carried.batch_hooks import BatchHooks
 from lightning_megatron.strategy.evaluation.kept import KeptForHooks
 from lightning_megatron.strategy.hooks.added_later import LateModules
 from lightning_megatron.strategy.hooks.hand_clipping import HandClipping
@@ -123,6 +124,8 @@ class Run:
         self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged, self.engine.trials)
         self._logs.is_whole = self._kept.is_whole if mesh.layout.data > 1 else None
         self._short = CutShort(self.module, processes) if self._fits and mesh.layout.world_size > 1 else None
+        mixes = self._fits and mesh.layout.data > 1 and options.whole_batch_loss is not False
+        self._of_batches = BatchHooks(self.module, trainer, processes) if mixes else None
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING
@@ -358,7 +361,7 @@ class Run:
         synchronize(self.module, self._processes.mesh, wanted=False)
         self.saving.close()
         self._results.remove()
-        for replaced in (self._clipping, self._containers, self._short):
+        for replaced in (self._clipping, self._containers, self._of_batches, self._short):
             if replaced is not None:
                 replaced.stop()
         self._rows.close()

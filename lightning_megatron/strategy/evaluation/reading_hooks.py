@@ -78,7 +78,8 @@ def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) ->
                 set_here = {name for each in functions_of(owner, hook) for name in attributes_set_in(each.__code__)}
                 if not known and (step & set_here or _STEERS & names):
                     found |= names & step
-                    lines += _other_outputs(getattr(owner, hook), 1 if parent is None else 3)
+                    if hook == "on_train_batch_end":
+                        lines += _other_outputs(getattr(owner, hook), 1 if parent is None else 3)
     return found, lines
 
 

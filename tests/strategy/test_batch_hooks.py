@@ -1,0 +1,140 @@
+"""Hooks that are given a batch: over replicas they see the samples of all, where it matters."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from tests.harness import RankInfo, one_process, run_trainers
+from tests.parity.scenario import Layout, differences, trained_state
+from tests.strategy.loss_modules import BATCH, STEPS, Task, tokens
+
+Batch = list[Tensor]
+
+
+class Weighed(Task):
+    """Each sample has a number, by which hooks and the loss do something; the data are cut as one process's batches."""
+
+    scale: Any = 1.0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x, y = tokens(BATCH * STEPS)
+        numbers = torch.arange(len(x), dtype=torch.float64).sin()
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        own = BATCH // options["num_replicas"]
+        chosen = [at for at in range(len(x)) if at % BATCH // own == options["rank"]]
+        return DataLoader(Subset(TensorDataset(x, y, numbers), chosen), batch_size=own)
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
+        return ((1 + numbers) * each).mean() * self.scale
+
+
+class Centred(Weighed):
+    """Sets the batch's numbers off against their mean, on the way to the device."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return [*batch[:2], batch[2] - batch[2].mean()]
+
+
+class CentredInPlace(Weighed):
+    """The same, in the batch that it is given."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        batch[2] -= batch[2].mean()
+
+
+class Scaled(Weighed):
+    """Follows the batch's numbers at the end of each step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.scale = 0.9 * self.scale + 0.1 * float(batch[2].abs().max())
+
+
+class Counting(Weighed):
+    """Counts samples at the start of each step."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.scale += len(batch[0]) / 100
+
+
+class Drawing(Weighed):
+    """Draws for each sample; is left alone, and does nothing in the end."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return [*batch[:2], batch[2] + 0 * torch.rand_like(batch[2])]
+
+
+class BySample(Weighed):
+    """Does something for each sample; is left alone."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return [*batch[:2], 2 * batch[2]]
+
+
+class Centre(Callback):
+    """Does it for a module."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Batch, batch_idx: int) -> None:
+        batch[2] -= batch[2].mean()
+
+
+class CentredByCallback(Weighed):
+    """A callback of the user's mixes the samples."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [Centre()]
+
+
+class Unlike(Centred):
+    """Replicas whose batches are of unlike lengths."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        def cut(samples: Any) -> list[Tensor]:
+            x, y, numbers = (torch.stack(each) for each in zip(*samples, strict=True))
+            length = 3 + int(numbers[0] > 0.5)
+            return [x[:, :length], y[:, :length], numbers]
+
+        loader = super().train_dataloader()
+        return DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=cut)
+
+
+SHARED = (Centred, CentredInPlace, Scaled, Counting, CentredByCallback)
+KINDS = {kind.__name__: kind for kind in (*SHARED, Drawing, BySample, Unlike)}
+LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (((1, 2), {}), ((2, 2), {"micro_batch_size": 2}))
+
+
+def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after an epoch."""
+    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=1)
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize(("layout", "arguments"), LAYOUTS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Unlike"])
+def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
+    expected = one_process(train, None, kind, {})
+    first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
+    assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+    told = "is given the samples of all 2 replicas" in re.sub(r"\s+", " ", first.output)
+    assert told == (KINDS[kind] in SHARED), first.output
+
+
+@pytest.mark.wide
+def test_batches_that_cannot_be_put_together_are_refused() -> None:
+    outcomes = run_trainers(train, (1, 2), "Unlike", {}, devices=2, check=False, grace=20.0)
+    assert "of unlike sizes" in re.sub(r"\s+", " ", f"{outcomes[0].error}"), outcomes[0].output
+
+
+@pytest.mark.wide
+def test_each_replica_has_its_own_where_that_is_meant() -> None:
+    expected = one_process(train, None, "Centred", {})
+    first = run_trainers(train, (1, 2), "Centred", {"whole_batch_loss": False}, devices=2)[0]
+    assert list(differences("weights", first.value, expected, 1e-9))
