@@ -22,6 +22,7 @@ from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.all_samples import AllSamples
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
 from lightning_megatron.strategy.data.alike_batches import AlikeBatches
+from lightning_megatron.strategy.data.batch_numbers import NumbersOfAll
 from lightning_megatron.strategy.data.pointing import PointingBatches, has_numbers_beside
 from lightning_megatron.strategy.generation.first_try import calls_again, may_call_again
 from lightning_megatron.strategy.generation.middle import Exchanged
@@ -107,11 +108,11 @@ class Cuts:
         self.trials = LossTrials(context)
         replicas = self.trials.replicas
         self.all_samples = None if replicas is None else AllSamples(context, replicas)
-        own = self._options.whole_batch_loss is False
+        adds = self._tries_uncut and not self._says_weight and replicas is not None
+        self._numbers = NumbersOfAll(context.mesh.group("data_parallel") if adds else None, context.device)
         self._padding = None if replicas is None or not self._tries_uncut else PaddingOverReplicas(context, replicas)
-        self._unlike_writes = (
-            None if replicas is None or own else UnlikeWrites(context.module, context.device, replicas)
-        )
+        writes = UnlikeWrites(context.module, context.device, replicas) if replicas is not None and tries else None
+        self._unlike_writes = writes
         self.mixing, self.backwards = MixingTrials(context), BackwardTrials(context)
         alone = self._layout.pipeline == 1 and self._options.micro_batch_size == "auto"
         if tries and not alone:
@@ -202,12 +203,13 @@ class Cuts:
         self._write_all(call, batch)
         return parts, cut
 
-    def uncut(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> Cut:
-        """Weight of a batch that one stage runs uncut, beside those of the other replicas; arguments as above."""
+    def uncut(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> tuple[Any, Cut]:
+        """The batch that one stage runs uncut, and its weight beside those of the others; arguments as above."""
+        run = batch
         self.mixing.begin()
         if self._tries_uncut or self.weighs:
             with self.mixing.counts.aside(always=True):
-                self.latest = self._cut(call, batch, [batch])[1]
+                (run,), self.latest = self._cut(call, batch, [batch])
             if self.trials.began:
                 self.mixing.retry()
         self.mixing.mixes(call, batch, [batch], first=first)
@@ -217,7 +219,7 @@ class Cuts:
             with self.mixing.counts.aside(always=True):
                 self._backwards_told.look(call, replicas.pieces_of(batch), told.way)
         self._write_all(call, batch)
-        return self.latest
+        return run, self.latest
 
     def _write_all(self, call: Callable[[Any], Any], batch: Any) -> None:
         """Let values that the step goes on from be written from the samples of all replicas."""
@@ -307,7 +309,8 @@ class Cuts:
         layers: list[Any] = []
         tries = len(parts) > 1 or self._tries_uncut
         if whole and (tries or self.trials.reading.fits):
-            read = self.trials.read(call, batch, parts) if tries else self.trials.reading
+            tried = self._numbers.look(batch, parts)
+            read = self.trials.read(call, *tried) if tries else self.trials.reading
             if repeats is not None and self.trials.again and not passes:
                 repeats.note("training_step")
                 return self._cut(call, batch, parts)
@@ -323,6 +326,7 @@ class Cuts:
         elif len(parts) > 1:
             self.trials.say_statistics()
         if sums:
+            parts, layers = self._numbers.used(parts), self._numbers.into(layers)
             turns = self._turns(parts) if passes else None
             return parts, Cut([1.0] * len(parts), 1.0, logs, once, sums, layers, turns=turns)
         weights = [float((weigh or batch_size_of)(part)) for part in parts]

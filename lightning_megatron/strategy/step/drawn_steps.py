@@ -129,7 +129,7 @@ class DrawnStep:
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch."""
         self._drawing.learn(call, [batch], "training_step")
-        self._cuts.uncut(call, batch, first=window.first)
+        batch, _ = self._cuts.uncut(call, batch, first=window.first)
         with self._around(batch, "training_step", training=True):
             return self._step.forward(call, batch, window)
 

@@ -62,7 +62,7 @@ class PlainStep:
     def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
         """Forward of one batch; the output keeps its graph."""
         self._outcome = None
-        cut = self._cuts.uncut(call, batch, first=window.first) if self._tries else self._cuts.latest
+        batch, cut = self._cuts.uncut(call, batch, first=window.first) if self._tries else (batch, self._cuts.latest)
         self._share = cut.share(self._data)
         automatic, self._window = self._module.automatic_optimization, window
         compares = self._losses.compares
