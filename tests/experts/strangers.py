@@ -133,6 +133,18 @@ class Masked(Loop):
         return out.view_as(x)
 
 
+class ByWeight(Loop):
+    """Gives an expert the tokens that a rectifier leaves it a weight for (ReMoE), chosen by comparing floats."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, out = self.gate(x).relu(), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            on = weights[..., number] > 0
+            if on.any():
+                out[on] = out[on] + expert(x[on]) * weights[..., number][on].unsqueeze(-1)
+        return out
+
+
 class Switch(nn.Module):
     """One expert for each token, in a dictionary."""
 
@@ -529,7 +541,7 @@ class Pushed(Selected):
 
 _ALIKE = (
     *(Loop, Sure, Starved, Dense, Blocks, Masked, Switch, Capacity, Sorted, Apart, Registry, ByToken, Sequences),
-    *(Halves, Groups),
+    *(Halves, Groups, ByWeight),
 )
 EXACT = {kind.__name__.lower(): kind for kind in _ALIKE}
 REFUSED = {kind.__name__.lower(): kind for kind in (Chained, Balanced, Dropped, Noisy)}

@@ -91,10 +91,15 @@ class ChosenRows:
     Attributes:
         asked: by which they were.
         lost: whether anything was computed of them that has not a row for each, and was not put back.
+        used: whether anything was computed of them at all.
+        answered: whether an expert was given them that answers what other ranks have computed of the rows that were
+            chosen, and sent, before.
     """
 
     asked: Asked
     lost: bool = False
+    used: bool = False
+    answered: bool = False
 
 
 class Counting:
@@ -146,14 +151,18 @@ class Counting:
         self.tables = [table for table in self.tables if self._is_own(table)]
 
     def met(self) -> list[tuple[Any, Asked]]:
-        """Nodes of the graph in which what was asked met what has a gradient, but for rows that are put back."""
+        """Nodes of the graph in which what was asked met what has a gradient, but for rows that are put back, and for
+        those of which nothing becomes, as an expert had its answer to them already.
+        """
         rows = (following for node in self._put_back for following, _ in node.next_functions[1:])
         back = set(graph_behind(rows)) if self._choices else set()
-        return self.nodes + [(node, each.asked) for node, each in self._choices if each.lost or node not in back]
+        choices = [(node, each) for node, each in self._choices if each.used or not each.answered]
+        return self.nodes + [(node, each.asked) for node, each in choices if each.lost or node not in back]
 
     def note(self, func: Any, found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take note of a call of one of torch's functions; returns what it has found, or a number that is followed."""
         if func in METADATA:
+            self._note_answered(args)
             return found
         given = [*args, *kwargs.values()]
         if func in _SAME or func in _LOSSES:
@@ -216,6 +225,8 @@ class Counting:
         """Take note of what is computed of rows that were chosen."""
         for tensor in tensors_among(args):
             choice = self._rows.get(tensor)
+            if choice is not None:
+                choice.used = True
             if choice is None or _sends_rows():
                 continue
             for made in tensors_among([found]):
@@ -223,6 +234,12 @@ class Counting:
                     self._rows[made] = choice
                 elif made.grad_fn is not None:
                     choice.lost = True
+
+    def _note_answered(self, args: tuple[Any, ...]) -> None:
+        """Take note of rows of which an expert looks at the shape alone."""
+        choice = self._rows.get(args[0]) if len(self._rows) and isinstance(args[0], Tensor) else None
+        if choice is not None and _sends_rows():
+            choice.answered = True
 
     def compared(self, number: Taken, other: Any, name: str, found: bool) -> None:
         """Take note of a comparison of a number that was taken out of a tensor, in Python."""
