@@ -19,6 +19,7 @@ from tests.harness import one_process, run_trainers
 WIDE = pytest.mark.wide
 TWO: dict[str, Any] = {"expert_parallel_size": 2}
 SPREAD = {"weight_sharding": True}
+LATE = {"overlap_parameter_gather": True}
 GATHERS = {"expert_dispatch": "all_gather"}
 PIPE: dict[str, Any] = {"expert_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}
 ROWS: list[Any] = [
@@ -118,6 +119,11 @@ ROWS: list[Any] = [
             ("balanced_Qwen3Moe", 4, {**TWO, **SPREAD}, {}),
             ("drop_in", 4, {**PIPE, **SPREAD, "activation_recompute": "full"}, {}),
             ("watched", 4, {**TWO, **SPREAD}, {}),
+            ("starved", 4, {"expert_parallel_size": 4, **LATE}, {}),
+            ("strange_starved", 4, {**TWO, **LATE}, {"accumulate_grad_batches": 2}),
+            ("some_samples_list", 4, {**TWO, **LATE}, {}),
+            ("Mixtral", 4, {**TWO, **LATE, "tensor_parallel_size": 2}, {}),
+            ("words", 8, {**PIPE, **LATE, "pipeline_schedule": "zb-v"}, {}),
             ("gathered", 2, {}, {}),
             ("gathered", 2, TWO, {}),
             ("words", 4, TWO, {}),

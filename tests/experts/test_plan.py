@@ -27,6 +27,7 @@ GRID: list[Any] = [
     (2, {**T2, **E2}, {}),
     (4, {**T2, **E4}, {}),
     (4, {**PIPE, **E2}, {}),
+    (4, {**E2, "overlap_parameter_gather": True}, {}),
     (4, {**PIPE, **E2, "pipeline_schedule": "zb-v", "activation_recompute": "full"}, {}),
     (8, {**PIPE, **E4, "pipeline_schedule": "interleaved"}, {}),
 ]

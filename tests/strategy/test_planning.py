@@ -214,7 +214,7 @@ def test_what_no_run_does_is_refused_with_what_comes_nearest(recipe: Recipe, mes
         ({}, {}),
         ({"loss_chunks": 2}, {"shardings": ("zero1", "none")}),
         ({"nonfinite": "raise"}, {"context": 1}),
-        ({"overlap_parameter_gather": True}, {"context": 1, "expert": 1, "shardings": ("zero1", "none")}),
+        ({"overlap_parameter_gather": True}, {"context": 1, "shardings": ("zero1", "none")}),
         ({"optimizer_sharding": False}, {"shardings": ("none",)}),
     ],
 )

@@ -19,10 +19,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.options.balance_asked import Balance
 from lightning_megatron.strategy.options.together import check_module_with, check_options_with, check_size, refuse_with
 
-_WITHOUT_EXPERTS = {
-    "compile_layers": False,
-    "overlap_parameter_gather": False,
-}
+_WITHOUT_EXPERTS = {"compile_layers": False}
 """Options that cannot be combined with expert ranks, and the only values that do."""
 _WITHOUT_PARTS = {**_WITHOUT_EXPERTS, "layout": None}
 """Likewise where experts are cut themselves, which the planner does not."""
