@@ -146,6 +146,28 @@ class Partners(FarApart):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + (z @ z.T * same).sum() / len(z)
 
 
+class MetLater(TwoComparisons):
+    """Sums by person; in the third batch two samples are of one, in the first and second half."""
+
+    def samples(self) -> TensorDataset:
+        x, y, numbers = super().samples().tensors
+        numbers[3 * BATCH - 1] = numbers[2 * BATCH + 1]
+        return TensorDataset(x, y, numbers)
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        logits = self(x)
+        sums = F.one_hot(numbers, BATCH * STEPS).to(logits).T @ logits.mean(1)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * sums.square().sum() / len(x)
+
+
+class Persons(MetLater):
+    """Divides by how many persons there are, which Python counts."""
+
+    def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)
+        return each.sum() / len(set(numbers.tolist()))
+
+
 class ByTheLongest(TwoComparisons):
     """Decides by a number of the batch's integers, in a tensor."""
 
@@ -214,7 +236,7 @@ class OneMask(TwoComparisons):
 
 
 MASKS = (TwoComparisons, Negated, Rows, Filled, Sure, Product, Texts, Ranked, Acquainted, ByTheLongest, Listed)
-DECIDED = (ByTheSum, ByAnInteger, OfKinds)
+DECIDED = (ByTheSum, ByAnInteger, OfKinds, MetLater, Persons)
 COUNTED = ("OneMask", "Lengths")
 KINDS = {kind.__name__: kind for kind in (*MASKS, *DECIDED, FarApart, Partners, OneMask, Lengths)}
 EVERY = ("TwoComparisons", "Filled", "FarApart")
@@ -248,7 +270,7 @@ def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: 
     "kind",
     [
         *("TwoComparisons", "Sure", "Product", "FarApart", "Partners"),
-        *("Ranked", "Acquainted", "ByTheSum", "ByAnInteger", "OfKinds"),
+        *("Ranked", "Acquainted", "ByTheSum", "ByAnInteger", "OfKinds", "MetLater", "Persons"),
     ],
 )
 def test_replicas_are_told(kind: str, layout: Layout) -> None:

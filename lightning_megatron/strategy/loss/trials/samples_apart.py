@@ -10,11 +10,13 @@ So where there are few samples, later trials take the micro-batches of a batch a
 Of many, the first and later trials take two that share a number which no two neighbours do (a person, a text)::
 
     ids         0 1 | 2 3 | 0 4 | ...      0 1 and 0 4 at once
+
+So do trials of batches in which samples share a number for the first time (:mod:`.meetings`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -42,35 +44,42 @@ class AllJoined(Joins):
         self.joins = {len(parts): tuple(range(len(parts)))}
 
 
-def all_of(batch: Any, parts: Sequence[Any], replicas: OverReplicas | None, *, later: bool) -> Iterator[TriedParts]:
+def all_of(
+    batch: Any, parts: Sequence[Any], replicas: OverReplicas | None, met: Collection[int] = (), *, later: bool
+) -> Iterator[TriedParts]:
     """Micro-batches that are to be tried at once; of many samples, some. Collective over the world.
 
     Args:
         batch: of this replica.
         parts: its micro-batches, two or more.
         replicas: what trials have to do with the others; ``None`` for one.
+        met: as :func:`sharing` takes it.
         later: whether the trial is not the first.
     """
     size = batch_size_of(batch)
     if later and len(parts) > FEW_AT_ONCE and size <= AT_ONCE:  # of fewer, neighbours do it as well
         yield TriedParts(batch, list(parts), size, at_once=True)
-    yield from sharing(batch, parts, replicas)
+    yield from sharing(batch, parts, replicas, met)
     found = None if replicas is None or not later else _of_two(batch, parts, replicas)
     if found is not None:
         yield found
 
 
-def sharing(batch: Any, parts: Sequence[Any], replicas: OverReplicas | None) -> Iterator[TriedParts]:
+def sharing(
+    batch: Any, parts: Sequence[Any], replicas: OverReplicas | None, met: Collection[int] = ()
+) -> Iterator[TriedParts]:
     """Two parts whose samples share a number, of one replica or of two; all try the same. Collective over the world.
 
     Args:
         batch: of this replica.
         parts: of it.
         replicas: what trials have to do with the others; ``None`` for one.
+        met: places of the tensors whose numbers count, in neighbours too; all by default, of parts that are none.
     """
-    columns = [[tensor.tolist() for _, tensor in integers_of(part) if tensor.ndim == 1] for part in parts]
+    integers = ([each for each in integers_of(part) if each[1].ndim == 1] for part in parts)
+    columns = [[tensor.tolist() for at, tensor in each if not met or at in met] for each in integers]
     told = [columns] if replicas is None else objects.gather([] if replicas.kept.places else columns, replicas.group)
-    chosen = _apart_in(told)
+    chosen = _apart_in(told, near=bool(met))
     if chosen is None:
         return
     if replicas is None:
@@ -84,12 +93,15 @@ def sharing(batch: Any, parts: Sequence[Any], replicas: OverReplicas | None) -> 
         yield TriedParts(both, pair, batch_size_of(batch), at_once=True)
 
 
-def _apart_in(columns: Sequence[Sequence[Sequence[Sequence[int]]]]) -> tuple[tuple[int, int], tuple[int, int]] | None:
+def _apart_in(
+    columns: Sequence[Sequence[Sequence[Sequence[int]]]], *, near: bool = False
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Replicas and places of two parts that share a number of which there is one for each sample; ``None`` where no two
     do, or neighbours as well, which are tried anyhow.
 
     Args:
         columns: by replica, part and tensor, the numbers of its samples.
+        near: whether neighbours will do.
     """
     if not all(columns):
         return None
@@ -97,7 +109,7 @@ def _apart_in(columns: Sequence[Sequence[Sequence[Sequence[int]]]]) -> tuple[tup
         numbers = [[part[tensor] for part in parts] for parts in columns]
         sets = [list(map(set, each)) for each in numbers]
         within = any(len(set(part)) < len(part) for each in numbers for part in each)
-        if within or any(one & other for each in sets for one, other in pairwise(each)):
+        if not near and (within or any(one & other for each in sets for one, other in pairwise(each))):
             continue
         seen: dict[int, tuple[int, int]] = {}
         for place in ((replica, part) for replica, each in enumerate(sets) for part in range(len(each))):

@@ -49,6 +49,7 @@ from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
+from lightning_megatron.strategy.loss.trials.meetings import Meetings
 from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, ToldOfTrial, Tried, next_try
 from lightning_megatron.strategy.loss.trials.samples_apart import AllJoined, all_of, sharing
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, narrowest
@@ -91,12 +92,14 @@ class LossTrials:
         self._new_keys, self._fresh, self._differ, self._asked = False, False, False, 0
         self._rounds = context.mesh.layout.tensor * context.mesh.layout.context > 1  # numbers, each rank otherwise
         self._extremes, self._beyond, self._untold = Extremes(), cast("int | None", None), Untold()
+        several = context.mesh.layout.data > 1
+        self._meetings = Meetings(context.mesh.group("data_parallel") if several else None)
+        self._met: frozenset[int] = frozenset()  # in the latest batch
         self._weigh = context.options.loss_weight
         stays = context.options.whole_batch_loss is True
         self.reading = Reading({} if self._weigh is None else {self._weigh: 0.0}, stays=stays)
         self.once, self._written, self._unsure = OncePerBatch(), Written(), False
         self.around, self._apart, self.again, self._in_layers = False, "", False, False
-        several = context.mesh.layout.data > 1
         self.replicas = OverReplicas(context.mesh, self._device, self._module, self._layers) if several else None
         self._phases: Phases | None = None
         self._looks_other, self.began, self._of_held = False, False, False
@@ -139,12 +142,13 @@ class LossTrials:
         found: list[TriedParts | None] = []
         cut = len(parts) > 1 and not (why == "counts" and self._weighs_whole(parts))
         rather = why == "time" and self._steps > 1  # may show what pairs of unlike samples do
+        first = self._steps == 1 or bool(self._met)
         if cut:
             found = [TriedParts(batch, list(parts), batch_size_of(batch))]
-            found += all_of(batch, parts, self.replicas, later=rather) if rather or self._steps == 1 else ()
+            found += all_of(batch, parts, self.replicas, self._met, later=rather) if rather or first else ()
         elif self.replicas is not None:
             uncut = self.replicas.pieces_of(batch, apart=why == "counts", rather=rather, say=self._weigh is None)
-            found = [uncut, *(sharing(batch, uncut.parts, self.replicas) if uncut and self._steps == 1 else ())]
+            found = [uncut, *(sharing(batch, uncut.parts, self.replicas, self._met) if uncut and first else ())]
         due = self._steps >= self._next
         self._looks.add(look_of(batch))
         if self._phases is not None:
@@ -206,7 +210,7 @@ class LossTrials:
         """Why the step has to be tried on this batch; "" if it need not be."""
         reading = self.reading
         known = reading.tried and (reading.whole or not any(reading.open()))
-        self._beyond = None if known else self._extremes.grow(batch)
+        self._beyond, self._met = None if known else self._extremes.grow(batch), self._meetings.grow(parts)
         if self._is_new(batch):
             if self.replicas is None or self._steps == 1:
                 return "look"
@@ -214,8 +218,8 @@ class LossTrials:
         other, self._looks_other = self._looks_other, False  # in the step before, on some rank
         if self._phases is not None and self._phases.changed:
             return "phase"
-        if other:
-            return "other"
+        if other or self._met:
+            return "meet" if self._met else "other"
         if self._steps >= self._next:
             return "time"
         uncut = len(parts) == 1 or reading.whole
@@ -275,7 +279,8 @@ class LossTrials:
         alone = middle is None and self._may_run_around(tried, writes)
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
-        ways = turns, self._kept_kinds(kinds), self._written.undecided, disproved, *tried.bends
+        keeps = {} if self.replicas is None else self.replicas.kept_kinds(kinds)
+        ways = turns, keeps, self._written.undecided, disproved, *tried.bends
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
         every, masks = zip(*(one.of_batch for one in told), strict=True), [one.masks for one in told]
         exact = not any(one.draws.narrow for one in told)
@@ -308,9 +313,6 @@ class LossTrials:
         inside |= bool(tried.traces.weights.found) or tried.draws_compiled
         return self._stages.may_run_around and not inside
 
-    def _kept_kinds(self, kinds: Mapping[Name, Kinds]) -> dict[Name, Kinds]:
-        return {} if self.replicas is None else self.replicas.kept_kinds(kinds)
-
     def _next_time(self, told: Sequence[ToldOfTrial]) -> int:
         """The step that is tried anyhow, after one that was."""
         if any(by_sample for _, by_sample in (one.own for one in told)) and self._steps <= _UNSETTLED:
@@ -338,7 +340,8 @@ class LossTrials:
     def _try_around(self, call: Callable[[Any], Any], parts: Sequence[Any], both: Any) -> str:
         """Why the layers cannot run in micro-batches where the loss is one of the whole batch; "" if they can."""
         traces = Traces(self._module, beside=True)
-        given = call, self._recording, traces, parts, both, self._schedule, self._use_rows
+        use_rows = lambda each: self._streams.use_rows(Deal().rows(list(map(batch_size_of, each))))  # noqa: E731
+        given = call, self._recording, traces, parts, both, self._schedule, use_rows
         tried = AroundTrial(*given, lambda: self._stages.is_behind_layers)
         with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
             tried.run(executor)
@@ -364,9 +367,6 @@ class LossTrials:
         if between:
             return f"the code between them writes `{min(between)}`"
         return next((why for why, *_ in told if why), "")
-
-    def _use_rows(self, parts: Sequence[Any]) -> None:
-        self._streams.use_rows(Deal().rows([batch_size_of(part) for part in parts]))
 
     def _found(self, step: PipelineStep, tried: Tried, joins: Joins, *, gathers: bool) -> Outcome:
         """The finding of all replicas, on the stage that computes the loss."""
