@@ -51,11 +51,13 @@ def refused_choice(options: Options, module: nn.Module, recipe: Recipe) -> Refus
             return Refused("expert", 1, f"expert_parallel_size={recipe.expert}", error)
     if recipe.tensor == 1:
         return None
-    why = _split(options, module, recipe, shared, tokens=False)
-    if why is not None:
-        return Refused("tensor", 1, f"tensor_parallel_size={recipe.tensor}", why)
-    why = _split(options, module, recipe, shared, tokens=True) if recipe.sequence_parallel else None
-    return None if why is None else Refused("sequence_parallel", False, "sequence_parallel=True", why)
+    why = _split(options, module, recipe, shared, tokens=recipe.sequence_parallel)
+    if why is None:
+        return None
+    without = _split(options, module, recipe, shared, tokens=False) if recipe.sequence_parallel else why
+    if without is None:
+        return Refused("sequence_parallel", False, "sequence_parallel=True", why)
+    return Refused("tensor", 1, f"tensor_parallel_size={recipe.tensor}", without)
 
 
 def _share_out(options: Options, module: nn.Module, size: int) -> Collection[str]:

@@ -115,6 +115,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Llama4Text": ("Llama4ForCausalLM", {**_GROUPED, **_CHOOSES_LOCAL, "intermediate_size_mlp": 16, "head_dim": 8}),
+    "HunYuanMoEV1": ("HunYuanMoEV1ForCausalLM", {**_GROUPED, "num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "AriaText": ("AriaTextForCausalLM", {**_GROUPED, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
 }
 """Hugging Face's mixtures: by the start of their configuration's name, the model and the configuration.
 

@@ -247,7 +247,11 @@ def _context_sizes(shape: ModelShape, ranks: int, limits: Limits) -> list[int]:
 
 def _grids(shape: ModelShape, sizes: Recipe, limits: Limits, cluster: Cluster) -> Iterator[Recipe]:
     """Yield the recipe of sizes with each number of expert ranks, and each way of attention over context ranks."""
-    for expert in _expert_sizes(shape, sizes, limits):
+    experts = _expert_sizes(shape, sizes, limits)
+    if sizes.context > 1 and len(experts) > 3:  # ways of attention multiply the search
+        inside = [size for size in experts if size <= cluster.gpus_per_node]
+        experts = sorted({1, inside[-1], experts[-1]})
+    for expert in experts:
         for method in limits.context_methods if sizes.context > 1 else ("gather",):
             for heads in _context_heads(sizes, method, cluster.gpus_per_node):
                 found = replace(sizes, expert=expert, context_method=method, context_heads=heads)
