@@ -35,6 +35,14 @@ UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 2, 4, 1)}
 """Samples of each replica, by the number of replicas; in every second step in reverse."""
 
 
+def dealt(module: LightningModule, samples: TensorDataset, **options: Any) -> DataLoader[Any]:
+    """A loader of this replica's samples, whose batches are parts of those of one process, in their order."""
+    dealing = getattr(module.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+    own = BATCH // dealing["num_replicas"]
+    chosen = [at for at in range(len(samples)) if at % BATCH // own == dealing["rank"]]
+    return DataLoader(Subset(samples, chosen), batch_size=own, **options)
+
+
 class Task(LightningModule):
     """A small language model in float64; the loss is that of :meth:`loss`, a token mean over padded targets."""
 

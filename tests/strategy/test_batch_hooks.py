@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
-from tests.strategy.loss_modules import BATCH, STEPS, Task, tokens
+from tests.strategy.loss_modules import BATCH, STEPS, Task, dealt, tokens
 
 Batch = list[Tensor]
 
@@ -26,11 +26,7 @@ class Weighed(Task):
 
     def train_dataloader(self) -> DataLoader[Any]:
         x, y = tokens(BATCH * STEPS)
-        numbers = torch.arange(len(x), dtype=torch.float64).sin()
-        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        own = BATCH // options["num_replicas"]
-        chosen = [at for at in range(len(x)) if at % BATCH // own == options["rank"]]
-        return DataLoader(Subset(TensorDataset(x, y, numbers), chosen), batch_size=own)
+        return dealt(self, TensorDataset(x, y, torch.arange(len(x), dtype=torch.float64).sin()))
 
     def loss(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
         each = F.cross_entropy(self(x).transpose(1, 2), y, reduction="none").mean(1)

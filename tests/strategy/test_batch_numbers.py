@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_megatron.strategy.data.batch_numbers import own_counts
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
-from tests.strategy.loss_modules import BATCH, STEPS, Task, tokens
+from tests.strategy.loss_modules import BATCH, STEPS, Task, dealt, tokens
 
 
 class Numbered(Task):
@@ -21,10 +21,7 @@ class Numbered(Task):
 
     def train_dataloader(self) -> DataLoader[Any]:
         x, y = tokens(BATCH * STEPS, padded_from=2 * BATCH)
-        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        own = BATCH // options["num_replicas"]
-        chosen = [at for at in range(len(x)) if at % BATCH // own == options["rank"]]
-        return DataLoader(Subset(TensorDataset(x, y), chosen), batch_size=own, collate_fn=self.collated)
+        return dealt(self, TensorDataset(x, y), collate_fn=self.collated)
 
     def collated(self, samples: Any) -> Any:
         """A batch."""

@@ -10,16 +10,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.loss.tables import Name, Table
+
+Dims = int | tuple[int, ...]
+"""The dim of a tensor along which samples lie: 1 in the state ``[layers, batch, hidden]`` of torch's recurrent layers.
+Of a tuple of tensors, such as an LSTM's, that of each.
+"""
+
+
+def sample_dims(parts: Sequence[Any], whole: Any) -> Dims | None:
+    """The first dim along which what the parts of a batch leave is as long together as what the whole leaves.
+
+    Args:
+        parts: what each leaves.
+        whole: what all of them leave at once.
+
+    Returns:
+        The dim; ``None`` where there is none.
+
+    Example:
+        [1, 2, 8] and [1, 2, 8] beside [1, 4, 8] give 1; two of [16, 8] beside [16, 8] give nothing.
+    """
+    if isinstance(whole, tuple) and whole:  # a list may be one that steps append to
+        if not all(type(part) is type(whole) and len(part) == len(whole) for part in parts):
+            return None
+        found = [sample_dims(each[:-1], each[-1]) for each in zip(*parts, whole, strict=True)]
+        dims = tuple(dim for dim in found if isinstance(dim, int))
+        return dims if len(dims) == len(whole) else None
+    if not all(isinstance(each, Tensor) and each.ndim == getattr(whole, "ndim", 0) for each in (whole, *parts)):
+        return None
+    for dim in range(whole.ndim):
+        shapes = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (whole, *parts)}
+        if len(shapes) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
+            return dim
+    return None
 
 
 class RowsOfPieces:
     """Values with rows of samples, cut for the pieces of one trial.
 
     Args:
-        values: name -> table, key and the rows of all pieces.
+        values: name -> table, key, dims and the rows of all pieces.
         size: how many samples these are.
         places: the samples of each piece.
 
@@ -27,16 +61,21 @@ class RowsOfPieces:
         names: of the values.
     """
 
-    def __init__(self, values: Mapping[Name, tuple[Table, Any, Tensor]], size: int, places: Sequence[slice]) -> None:
+    def __init__(self, values: Mapping[Name, tuple[Table, Any, Dims, Any]], size: int, places: Sequence[slice]) -> None:
         self._values, self._size, self._places, self.names = list(values.values()), size, places, frozenset(values)
 
     @contextmanager
     def of(self, index: int) -> Iterator[None]:
         """While a piece runs, whose writes are undone by others afterwards."""
-        for table, key, value in self._values:
-            each, place = len(value) // self._size, self._places[index]
-            table.values[key] = value[place.start * each : place.stop * each]
+        for table, key, dims, value in self._values:
+            table.values[key] = self._taken(value, dims, self._places[index])
         yield
+
+    def _taken(self, value: Any, dims: Dims, place: slice) -> Any:
+        if not isinstance(dims, int):
+            return type(value)(self._taken(each, dim, place) for each, dim in zip(value, dims, strict=True))
+        each = value.shape[dims] // self._size
+        return value.narrow(dims, place.start * each, (place.stop - place.start) * each)
 
 
 NOTHING_KEPT = RowsOfPieces({}, 1, ())
@@ -53,13 +92,13 @@ class KeptRows:
         h + self.last.mean(0)          every sample finds something of all others
 
     Attributes:
-        places: name of a value -> its table and key.
+        places: name of a value -> its table and key, and where in it the samples lie.
     """
 
     def __init__(self) -> None:
-        self.places: dict[Name, tuple[Table, Any]] = {}
+        self.places: dict[Name, tuple[Table, Any, Dims]] = {}
 
-    def learn(self, found: Mapping[Name, tuple[Table, Any]]) -> None:
+    def learn(self, found: Mapping[Name, tuple[Table, Any, Dims]]) -> None:
         """Take note of values that have a row for each sample."""
         self.places |= found
 
@@ -75,20 +114,37 @@ class KeptRows:
             group: the replicas.
             borrowed: the first of two neighbours among them whose batches the pieces are; ``None`` for this one's.
         """
-        values = {name: table.values.get(key) for name, (table, key) in self.places.items()}
-        fit = {name: value for name, value in values.items() if isinstance(value, Tensor) and _has_rows(value, size)}
+        values = {name: table.values.get(key) for name, (table, key, _) in self.places.items()}
+        dims = {name: where for name, (*_, where) in self.places.items()}
+        fit = {name: value for name, value in values.items() if _has_rows(value, dims[name], size)}
         if borrowed is not None:
-            told = objects.gather({name: value.detach().cpu() for name, value in fit.items()}, group)
+            told = objects.gather(
+                {n: map_tensors(value, lambda x: x.detach().cpu()) for n, value in fit.items()}, group
+            )
             both = {name: [each.get(name) for each in told[borrowed : borrowed + 2]] for name in fit}
-            fit = {name: torch.cat(rows).to(fit[name]) for name, rows in both.items() if _are_alike(rows)}
+            joined = {name: _joined(held, dims[name], fit[name]) for name, held in both.items()}
+            fit = {name: value for name, value in joined.items() if value is not None}
             size, first = rows[0].total, 0
         places = [slice(first + piece.first, first + piece.first + piece.size) for piece in rows]
         return RowsOfPieces({name: (*self.places[name], value) for name, value in fit.items()}, size, places)
 
 
-def _has_rows(value: Tensor, size: int) -> bool:
-    return type(value) is Tensor and value.ndim > 0 and size > 0 and len(value) > 0 and len(value) % size == 0
+def _has_rows(value: Any, dims: Dims, size: int) -> bool:
+    if not isinstance(dims, int):
+        fits = isinstance(value, tuple) and len(value) == len(dims)
+        return fits and all(_has_rows(each, dim, size) for each, dim in zip(value, dims, strict=True))
+    if type(value) is not Tensor or value.ndim <= dims or size == 0:
+        return False
+    return value.shape[dims] > 0 and value.shape[dims] % size == 0
 
 
-def _are_alike(rows: Sequence[Any]) -> bool:
-    return all(isinstance(row, Tensor) for row in rows) and len({row.shape[1:] for row in rows}) == 1
+def _joined(rows: Sequence[Any], dims: Dims, like: Any) -> Any:
+    """The rows of two replicas; ``None`` where they are not alike but for their numbers."""
+    if not isinstance(dims, int):
+        if not all(isinstance(row, tuple) and len(row) == len(dims) for row in rows):
+            return None
+        found = [_joined(each[:-1], dim, each[-1]) for *each, dim in zip(*rows, like, dims, strict=True)]
+        return None if any(each is None for each in found) else type(like)(found)
+    shapes = {(*row.shape[:dims], *row.shape[dims + 1 :]) for row in rows if isinstance(row, Tensor)}
+    alike = len(shapes) == 1 and all(isinstance(row, Tensor) for row in rows)
+    return torch.cat(list(rows), dims).to(like) if alike else None

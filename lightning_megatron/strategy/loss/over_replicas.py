@@ -273,10 +273,10 @@ class OverReplicas:
         Returns:
             Their names.
         """
-        rows = {name for name in tried.changes(0) if name in lasting and tried.is_by_sample(name)}
-        self.kept.learn(dict(zip(rows, tried.traces.tables(list(rows)), strict=True)))
-        self.carried.rows |= rows
-        return rows
+        dims = {n: where for n in tried.changes(0) if n in lasting and (where := tried.sample_dims(n)) is not None}
+        self.kept.learn({n: (*at, dims[n]) for n, at in zip(dims, tried.traces.tables(list(dims)), strict=True)})
+        self.carried.rows |= dims.keys()
+        return set(dims)
 
     def say(
         self, before: Reading, found: Finding, now: Reading, own: Sequence[tuple[list[Name], bool]], *, cut: bool

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_megatron.data_parallel.windows.agreement import UnlikeReplicasError
@@ -23,7 +22,7 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
-from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT, RowsOfPieces
+from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT, Dims, RowsOfPieces, sample_dims
 from lightning_megatron.strategy.carried.step_stores import defaults_of, is_stored, stored_behind_counts
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
@@ -316,16 +315,13 @@ class Tried:
         """Writes of the step in one of the pieces."""
         return self._changes[piece]
 
-    def is_by_sample(self, name: Name) -> bool:
-        """Whether a value that is written has a row for each sample, the same in a part and in the whole."""
+    def sample_dims(self, name: Name) -> Dims | None:
+        """Dims in which a value that is written has a row for each sample, in a part as in the whole; or ``None``."""
+        found = set[Dims | None]()
         for both, pair in self._pieces.joins.items():
-            found = [self._changes[piece].get(name, (None, None))[1] for piece in (*pair, both)]
-            tensors = [value for value in found if isinstance(value, Tensor) and value.ndim]
-            *parts, whole = tensors or found
-            alike = len(tensors) == len(found) and all(part.shape[1:] == whole.shape[1:] for part in parts)
-            if not alike or sum(map(len, parts)) != len(whole):
-                return False
-        return True
+            *parts, whole = (self._changes[piece].get(name, (None, None))[1] for piece in (*pair, both))
+            found.add(sample_dims(parts, whole))
+        return found.pop() if len(found) == 1 else None
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its
