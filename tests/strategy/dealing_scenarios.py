@@ -33,8 +33,9 @@ class Reader(LightningModule):
             x = layer(x)
         return x.square().mean()
 
-    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.seen.append(batch["n"].tolist())
+    def transfer_batch_to_device(self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int) -> Any:
+        self.seen.append(batch["n"].tolist())  # this replica's; later hooks are given those of all
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def train_dataloader(self) -> Any:
         rows = Dataset.from_dict({"n": list(range(ROWS))})
