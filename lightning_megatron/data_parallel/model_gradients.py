@@ -17,7 +17,6 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.checkpoints.state.stored import StatePlace, parameter_names
 from lightning_megatron.data_parallel.buckets.bucket import Bucket, WeightLayout
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
-from lightning_megatron.data_parallel.buckets.flat_weights import FlatWeights
 from lightning_megatron.data_parallel.buckets.holders import Sharing, data_sharing
 from lightning_megatron.data_parallel.buckets.local import LocalGradients
 from lightning_megatron.data_parallel.buckets.low_precision import lowered_parameters
@@ -25,6 +24,7 @@ from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
 from lightning_megatron.data_parallel.global_norm import global_norm, whole_norm
 from lightning_megatron.data_parallel.gradient_hooks import GradientSink, HookedGradients, hooks_off
 from lightning_megatron.data_parallel.gradient_options import GradientOptions
+from lightning_megatron.data_parallel.master_weights import MasterWeights
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.host_plan import HostPlan
 from lightning_megatron.data_parallel.update.kept_state import KeptState
@@ -38,8 +38,6 @@ from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spre
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
-from lightning_megatron.mesh.messages.collectives import start_flat_gather, wait_for
-from lightning_megatron.mesh.parts.pieces import PiecedTensor
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 
 
@@ -58,6 +56,7 @@ class ModelGradients:
 
     Attributes:
         closed: buckets of the run before, until the next one.
+        weights: what this rank updates of the parameters that it does not update as they are.
         shows_whole: around code of the user's that looks at gradients; split ones are seen whole there.
         shows_parts: around a backward that a step runs itself, and what is done with its gradients.
     """
@@ -94,6 +93,7 @@ class ModelGradients:
         self._sent = SentGradients()
         self.windows: StepWindows | None = None
         self._kept = KeptState(module, tensor, self._place)
+        self.weights = MasterWeights(module, self._kept, self._spread_place, self._all_buckets)
         self.buckets: GradientBuckets | None = None
         self.updates: dict[int, StepHooks] = {}
         self._hooked: HookedGradients | None = None
@@ -158,6 +158,7 @@ class ModelGradients:
         reads_in_step: bool = False,
         host: HostPlan | None = None,
         together: bool = False,
+        hidden: frozenset[str] = frozenset(),
     ) -> None:
         """Lay out buckets for the module's parameters, and let the optimizers update pieces.
 
@@ -175,6 +176,7 @@ class ModelGradients:
             reads_in_step: whether the user's code may look at weights between a step's forward and its backward.
             host: what of the optimizers lies in host memory.
             together: whether optimizers step on all parameters together, of which some are split.
+            hidden: names of spread parameters whose values come later.
         """
         self.finish_gather()
         self.close()
@@ -200,7 +202,7 @@ class ModelGradients:
             replicas,
             shared,
             options.bucket_bytes,
-            layout=WeightLayout(lowered, whole, gathers, rounds, host.memory_for if host else None),
+            layout=WeightLayout(lowered, whole, gathers, rounds, host.memory_for if host else None, hidden),
             reads_gradients=reads_gradients,
             inspect=options.inspect,
             reduce_dtype=options.reduce_dtype,
@@ -209,7 +211,7 @@ class ModelGradients:
         )
         if spread.modules:
             looks = options.weights, reads_in_step, reads_weights
-            frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes)
+            frozen = frozen_buckets(parameters, spread.frozen, replicas, options.bucket_bytes, hidden)
             self.windows = StepWindows(self._module, spread, self.buckets, frozen, *looks)
         self._sent = host.sent if host else SentGradients()
         self.buckets.on_summed = self._sent.send if self._sent.goes_ahead else None
@@ -353,47 +355,12 @@ class ModelGradients:
         """Locations of an optimizer's state of the parameters that this rank updates."""
         return self._kept.places(optimizer)
 
-    def masters(self, *, spread: bool = False) -> dict[str, PiecedTensor | None]:
-        """By name, what this rank updates of weights in 16 bits, and of ``spread`` ones; ``None`` if nothing."""
-        found: dict[str, PiecedTensor | None] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            apart = self.windows.spread_place(parameter) if spread and self.windows is not None else None
-            bucket, index = apart or self._place(parameter)
-            if bucket is not None and bucket.weights is not None and (apart or bucket.weights.lowered):
-                piece = bucket.pieces.get(index)
-                found[name] = None
-                if piece is not None:
-                    spec = self._kept.spec_of(bucket.names[index], parameter, piece.stepped, piece)
-                    found[name] = PiecedTensor(spec, piece.stepped.detach())
-        return found
+    def _spread_place(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
+        return None if self.windows is None else self.windows.spread_place(parameter)
 
-    def load_masters(self, state: Mapping[str, Any]) -> None:
-        """Take over loaded weights, whole or in pieces, and give them to the layers; collective over replicas."""
-        for name, own in self.masters().items():
-            value = state.get(name)
-            if own is not None and value is not None:
-                own.local.copy_(value.local if isinstance(value, PiecedTensor) else own.spec.slice_full(value))
-        for bucket, _ in self._lowered_weights():
-            bucket.start_gather()
-            bucket.finish_gather()
-
-    def whole_masters(self) -> dict[str, Tensor]:
-        """The float32 weights of this rank's layers by name; collective over replicas."""
-        whole: dict[int, Tensor] = {}
-        for bucket, weights in self._lowered_weights():
-            own = flat = weights.master.to(weights.own.device)
-            if bucket.sharing.shards > 1:
-                flat, group = own.new_empty(bucket.placement.total), bucket.sharing.shard_group
-                wait_for(start_flat_gather(flat, own, group), "all_gather", flat, group)
-            for parameter, offset in zip(bucket.parameters, bucket.placement.offsets, strict=True):
-                whole[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
-
-    def _lowered_weights(self) -> list[tuple[Bucket, FlatWeights]]:
+    def _all_buckets(self) -> Sequence[Bucket]:
         buckets = self.buckets or self.closed
-        found = [] if buckets is None else [(bucket, bucket.weights) for bucket in buckets.buckets]
-        return [(bucket, weights) for bucket, weights in found if weights is not None and weights.lowered]
+        return [] if buckets is None else buckets.buckets
 
     def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
         buckets = self.buckets or self.closed

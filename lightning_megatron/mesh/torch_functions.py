@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Self
@@ -61,6 +62,12 @@ def frame_of_caller(frame: FrameType | None = None) -> FrameType:
 def line_of_frame(frame: FrameType) -> str:
     """The line that a frame is at, as ``file:line``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of the user's code that an error came by, as ``file:line``; "" for none."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame, *_BETWEEN)]
+    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else ""
 
 
 def lines_of_step() -> str:
@@ -158,12 +165,11 @@ def is_users_function(cls: type[Function]) -> bool:
     return is_users(cls) or cls.__name__.endswith("Generated")
 
 
-def defined_functions(kind: type = Function) -> list[type[Function]]:
-    """All functions that this process knows."""
-    found: list[type[Function]] = []
-    each: type[Function]
+def subclasses_of(kind: Any) -> list[Any]:
+    """All subclasses of a class that this process knows."""
+    found: list[Any] = []
     for each in kind.__subclasses__():
-        found += [each, *defined_functions(each)]
+        found += [each, *subclasses_of(each)]
     return found
 
 

@@ -12,14 +12,14 @@ weights: saving after ``fit`` is common, and the next run of the same module goe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -50,13 +50,14 @@ from lightning_megatron.strategy.logs.routing import LogRouting
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_batches
 from lightning_megatron.strategy.options.options import Options
+from lightning_megatron.strategy.options.weight_checks import reads_before_steps
 from lightning_megatron.strategy.processes import Processes
 from lightning_megatron.strategy.saving.checkpoint_io import MegatronCheckpointIO
 from lightning_megatron.strategy.saving.saving import Saving
 from lightning_megatron.strategy.seen_whole import SeenWhole
 from lightning_megatron.strategy.step.equal_replicas import comparisons
 from lightning_megatron.strategy.step.step import Accumulation, Outcome, call_with
-from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_weights, weights_of
+from lightning_megatron.strategy.step.updates import end_step, prepare_updates, show_at_end, show_weights, weights_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -166,6 +167,13 @@ class Run:
         """Updates left out because a loss or gradient was not finite, in the latest fit."""
         return self._guard.skipped_steps if self._guard is not None else 0
 
+    @contextmanager
+    def configuring(self) -> Iterator[None]:
+        """Around ``configure_optimizers``, which sees whole tensors, with values where it looks at them."""
+        late = self.assembled.late
+        with _NOTHING if late is None else late.watched(), self._seen.configuring():
+            yield
+
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Keep this rank's part of optimizers that were made in sight of the whole module."""
         layout = self._processes.mesh.layout
@@ -186,6 +194,10 @@ class Run:
         self._guard = prepare_updates(
             self.assembled, optimizers, self._trainer, self._processes, self._options.nonfinite, scale
         )
+        if (late := self.assembled.late) is not None:
+            late.settle(self.engine.model_gradients)
+            if reads_before_steps(self.module, lightning_state.callbacks_of(self._trainer)):
+                self.engine.model_gradients.finish_gather()
         gradients = self.engine.model_gradients
         if gradients.buckets is not None or gradients.local is not None:
             self._known = frozenset(self.module.parameters())
@@ -346,7 +358,7 @@ class Run:
 
     def end_training(self) -> None:
         """Hand round what the last hooks wrote."""
-        self.engine.model_gradients.finish_gather()
+        show_at_end(self.engine.model_gradients, self._processes)
         self.engine.settle()
         self.engine.losses.read()
         self.engine.share_copies()
@@ -370,6 +382,12 @@ class Run:
         self._seen.close()
         clips_gradients_of(self._precision, None)
         remove_loop_ends(self._trainer)
+        if self._trainer.state.status == TrainerStatus.RUNNING:
+            self._seen.behind_run(fits=self._fits)
+
+    def begin_another(self) -> None:
+        """Before Lightning calls ``setup`` for another run of the same module."""
+        self._seen.before_run()
 
 
 def report_of(part: str) -> property:

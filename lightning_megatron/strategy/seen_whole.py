@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
+from lightning_megatron.mesh.torch_functions import line_of_error
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.layer_split import whole_view
@@ -48,6 +50,7 @@ class SeenWhole:
         divided = mesh.layout.pipeline > 1 or not tensor.is_trivial
         self._summaries = WholeSummaries(whole_view) if divided else None
         stage = Stage.of(module)
+        self._has_others = stage is not None
         self.over_stages: OverStages | None = None
         if stage is not None:
             group = mesh.group("pipeline_parallel")
@@ -67,6 +70,39 @@ class SeenWhole:
     def in_step(self, name: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The user's step called ``name``, which sees whole tensors where some are split."""
         return call if self.whole_hooks is None else self.whole_hooks.in_step(name, call)
+
+    @contextmanager
+    def configuring(self) -> Iterator[None]:
+        """Around ``configure_optimizers``: whole tensors, and a refusal where it asks for values of other stages' ones.
+
+        Raises:
+            RuntimeError: see above.
+        """
+        try:
+            with nullcontext() if self.whole_hooks is None else self.whole_hooks.configuring():
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if not self._has_others or "meta tensor" not in str(error).lower():
+                raise
+            raise RuntimeError(
+                f"`configure_optimizers` computes with values of weights that another pipeline stage has "
+                f"({line_of_error(error)}): go by their shapes or names, read them in `setup`, before the module is "
+                "divided, or use `pipeline_parallel_size=1`."
+            ) from error
+
+    def before_run(self) -> None:
+        """Show whole tensors to ``setup`` hooks of another run, of the module as this one has left it."""
+        if self.whole_hooks is not None:
+            self.whole_hooks.show_beside(("setup",))
+
+    def behind_run(self, *, fits: bool) -> None:
+        """Show whole tensors to hooks that Lightning calls behind this run, now that it is closed.
+
+        Args:
+            fits: whether it was a fit.
+        """
+        if self.whole_hooks is not None:
+            self.whole_hooks.show_beside(("on_fit_end", "teardown") if fits else ("teardown",))
 
     def close(self) -> None:
         """Give back what was taken over from the module, the Trainer and Lightning."""

@@ -92,7 +92,11 @@ def start_run(
     assembler = Assembler(processes.mesh, processes.device, precision, module_options, engine_options, processes.world)
     loads = has_start(module, options.initial_weights)
     note_places(module, processes.constructions, in_order=not loads)
-    assembled = assembler.assemble(module, syncs, loads)
+    assembled = assembler.assemble(module, syncs, loads, fits)
     if (path := start_from(module, options.initial_weights)) is not None:
-        ModelState(assembled, processes.mesh).fill_from(path)
+        state = ModelState(assembled, processes.mesh)
+        if assembled.late is not None:
+            assembled.late.load = state.reader_of(path)
+        else:
+            state.fill_from(path)
     return Run(trainer, assembled, processes, precision, options, io)

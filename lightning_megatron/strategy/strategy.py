@@ -188,6 +188,8 @@ class MegatronStrategy(ParallelStrategy):
         environment, shape = present(self.cluster_environment, "cluster environment"), self.options.sizes
         self._processes.connect(environment, self.root_device, self.num_nodes, self.num_processes, shape)
         show_device_mesh(module, self.device_mesh)
+        if self._run is not None and self._run.module is module:
+            self._run.begin_another()
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over data-parallel replicas unless another group is given."""
@@ -252,7 +254,8 @@ class MegatronStrategy(ParallelStrategy):
         """Run ``configure_optimizers`` in sight of the whole module, then drop what other stages own."""
         self._reset_optimizers_and_schedulers()
         with self.run.saving.weights.logical_view(slices=False):
-            super().setup_optimizers(trainer)
+            with self.run.configuring():
+                super().setup_optimizers(trainer)
             self.run.take_optimizers(self.optimizers)
 
     def model_to_device(self) -> None:

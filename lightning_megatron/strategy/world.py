@@ -14,12 +14,13 @@ another one::
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoints.loading.as_built import fill_as_built
+from lightning_megatron.checkpoints.loading.as_built import AsBuilt, allocate_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
@@ -49,12 +50,32 @@ class World:
         return FailureWatch(*args, **kwargs)
 
     def materialize(
-        self, module: nn.Module, device: torch.device, seed: int, table: Any, settle: Any | None = None
-    ) -> None:
-        """Give memory and values to what is on the meta device; arguments of :func:`materialize`."""
+        self,
+        module: nn.Module,
+        device: torch.device,
+        seed: int,
+        table: Any,
+        settle: Any | None = None,
+        hidden: Collection[str] = (),
+    ) -> AsBuilt | None:
+        """Give memory and values to what is on the meta device; arguments of :func:`materialize`.
+
+        Args:
+            hidden: names of parameters that get no memory, if their values can be told later.
+
+        Returns:
+            Values of these, and of what is beside them; ``None`` where all is filled.
+        """
+        built = None
         if settle is None:  # else layers get memory one after the other, and give it back
-            fill_as_built(module, device, seed, table)
+            built = allocate_as_built(module, device, seed, table, hidden)
+        if built is not None:
+            built.start_alike(device)
+            if not built.hidden:
+                built.fill({})
+                built = None
         materialize(module, device, seed, table, settle)
+        return built
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
         """Messages to the other stages of this rank's pipeline; collective over it.

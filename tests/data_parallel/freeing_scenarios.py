@@ -52,6 +52,6 @@ def chosen(info: RankInfo, setup: Setup, rooms: list[float]) -> dict[str, Any]:
         "keeps": windows.freeing.keeps,
         "opened": [after - before for before, after in zip([0, *opened], opened, strict=False)],
         "windows": len(windows.windows),
-        "said": [line for line in said if "weight_sharding" in line],
+        "said": [line for line in said if "weight_sharding" in line and "stay spread" not in line],
         "report": str(strategy.memory_report()),
     }

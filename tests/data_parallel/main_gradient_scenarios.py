@@ -80,7 +80,7 @@ class Tapped(LightningModule):
 
     def _masters(self) -> dict[str, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():  # of this rank's parts, though a hook sees whole weights
-            whole = self.trainer.strategy.run.engine.model_gradients.whole_masters()
+            whole = self.trainer.strategy.run.engine.model_gradients.weights.whole()
         return {name: weight.clone() for name, weight in whole.items()}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_megatron.checkpoints.loading.as_built import fill_as_built, note_places, noting_construction
+from lightning_megatron.checkpoints.loading.as_built import allocate_as_built, note_places, noting_construction
 from lightning_megatron.mesh.draws.construction import Construction
 
 
@@ -103,7 +103,10 @@ def built(make: Callable[[], nn.Module], in_order: bool = True) -> nn.Module:
         module = make()
     assert all(value.is_meta for name, value in values_of(module).items() if name != "real")
     note_places(module, constructions, in_order=in_order)
-    fill_as_built(module, torch.device("cpu"), 1, {})
+    values = allocate_as_built(module, torch.device("cpu"), 1, {})
+    if values is not None:
+        values.start_alike(torch.device("cpu"))
+        values.fill({})
     return module
 
 

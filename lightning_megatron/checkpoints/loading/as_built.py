@@ -9,13 +9,16 @@ does it again, one tensor at a time, and keeps its part, in values and random nu
 
 Hugging Face models leave out their own initialisation on the meta device; here it runs as on the CPU. Parts with a
 tensor whose values cannot be told (memory that nobody has written to, numbers of a generator of one's own) are left to
-:func:`~lightning_megatron.strategy.step.alike.materialize`.
+:func:`~lightning_megatron.strategy.assembly.alike.materialize`.
+
+Where weights are spread over replicas, layers need no memory before each rank knows its shard of them: they are hidden
+until then, and of the values each rank keeps its elements only.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +34,9 @@ from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.messages.collectives import raw_broadcast
 from lightning_megatron.mesh.parts.names import parent, unit_of
 from lightning_megatron.mesh.replaced import Replacements
+
+Put = Callable[[Tensor], Any]
+"""Takes the values of a tensor, on the CPU, of which it keeps a copy or a part."""
 
 
 @contextmanager
@@ -128,51 +134,95 @@ def _sources(places: Mapping[str, tuple[Construction, MetaPlace]]) -> dict[str, 
     }
 
 
-def fill_as_built(
+class AsBuilt:
+    """The values of a module's tensors that were built on the meta device, until they are asked for, once.
+
+    Args:
+        built: their sources.
+        base_seed: equal on all ranks; of random numbers that are not those of one process.
+        table: how each parameter is split over tensor-parallel ranks.
+        allocated: tensors that are given their values, by name.
+        hidden: names of parameters without memory.
+    """
+
+    def __init__(
+        self,
+        built: _Built,
+        base_seed: int,
+        table: Mapping[str, ParameterSharding],
+        allocated: Mapping[str, Tensor],
+        hidden: Collection[str],
+    ) -> None:
+        self._built, self._base_seed, self._table = built, base_seed, table
+        self._allocated, self.hidden = dict(allocated), frozenset(hidden)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors that get values from here, hidden ones among them."""
+        return self.hidden.union(self._allocated)
+
+    def start_alike(self, device: torch.device) -> None:
+        """Let all ranks draw from the random state of global rank 0; collective over all ranks."""
+        for construction in dict.fromkeys(construction for construction, _ in self._built.places.values()):
+            for start in construction.starts if dist.is_initialized() else ():
+                sent = start.to(device)
+                raw_broadcast(sent, 0, None)
+                start.copy_(sent)
+
+    def fill(self, into: Mapping[str, Put]) -> None:
+        """Give all allocated tensors their values, and those of hidden parameters to what takes them.
+
+        Args:
+            into: by name of a hidden parameter, what takes this rank's part of it; the values of others are not made.
+        """
+        built = self._built
+        undrawn = _undrawn(built) if built.in_order else {}
+        puts: dict[str, Put] = {name: local.copy_ for name, local in self._allocated.items()} | dict(into)
+        wanted: dict[Construction, dict[int, list[Callable[[torch.UntypedStorage], None]]]] = {}
+        for construction, _ in built.places.values():
+            wanted.setdefault(construction, {})
+        for name, put in puts.items():
+            construction, place = built.places[name]
+            if place.memory not in undrawn.get(construction, ()):
+                take = _Taker(put, place, self._table.get(name))
+                wanted[construction].setdefault(place.memory, []).append(take)
+        for construction, takers in wanted.items():
+            each = {memory: _All(these) for memory, these in takers.items()}
+            seed = None if built.in_order else self._base_seed
+            construction.replay(each, seed, undrawn.get(construction, frozenset()))
+
+
+def allocate_as_built(
     module: nn.Module,
     device: torch.device,
     base_seed: int,
     table: Mapping[str, ParameterSharding],
-    *,
-    values: bool = True,
-) -> None:
-    """Allocate what is on the meta device, and give it the values that its constructors noted; the rest stays there.
-
-    Collective over all ranks, which draw from the random state of the first.
+    hidden: Collection[str] = (),
+) -> AsBuilt | None:
+    """Allocate what is on the meta device and has values that its constructors noted; the rest stays there.
 
     Args:
         module: this rank's part of the module.
         device: where to allocate.
         base_seed: equal on all ranks; of random numbers that are not those of one process.
         table: how each parameter is split over tensor-parallel ranks.
-        values: ``False`` for memory alone.
+        hidden: names of parameters that get no memory: they are on ``device``, and read as NaN.
+
+    Returns:
+        The values; ``None`` if there are none.
     """
     built = Marks.of(module).take(_Built)
     if built is None:
-        return
-    undrawn = _undrawn(built) if built.in_order else {}
-    wanted: dict[Construction, dict[int, list[Callable[[torch.UntypedStorage], None]]]] = {}
-    for construction, _ in built.places.values():
-        if construction not in wanted:
-            wanted[construction] = {}
-            if values:
-                _start_alike(construction, device)
-    memo: dict[int, nn.Parameter] = {}
+        return None
+    memo, found = dict[int, nn.Parameter](), dict[str, Tensor]()
     for name, child in module.named_modules(remove_duplicate=False):
         for leaf, tensor in (*child._parameters.items(), *child._buffers.items()):
             full = f"{name}.{leaf}" if name else leaf
-            if tensor is None or not tensor.is_meta or full not in built.places:
-                continue
-            construction, place = built.places[full]
-            local = _allocated(child, leaf, tensor, device, memo)
-            if place.memory in undrawn.get(construction, ()):
-                continue
-            take = _Taker(local, place, table.get(full))
-            wanted[construction].setdefault(place.memory, []).append(take)
-    if values:
-        for construction, takers in wanted.items():
-            each = {memory: _All(these) for memory, these in takers.items()}
-            construction.replay(each, None if built.in_order else base_seed, undrawn.get(construction, frozenset()))
+            if tensor is not None and tensor.is_meta and full in built.places:
+                found[full] = _allocated(child, leaf, tensor, device, memo, hides=full in hidden)
+    nowhere = {name for name, tensor in found.items() if is_hidden(tensor)}
+    there = {name: tensor for name, tensor in found.items() if name not in nowhere}
+    return AsBuilt(built, base_seed, table, there, nowhere)
 
 
 def _undrawn(built: _Built) -> dict[Construction, Set[int]]:
@@ -190,13 +240,13 @@ def _undrawn(built: _Built) -> dict[Construction, Set[int]]:
 class _Taker:
     """Takes this rank's part of a tensor out of memory that has its values."""
 
-    def __init__(self, local: Tensor, place: MetaPlace, entry: ParameterSharding | None) -> None:
-        self._local, self._place, self._entry = local, place, entry
+    def __init__(self, put: Put, place: MetaPlace, entry: ParameterSharding | None) -> None:
+        self._put, self._place, self._entry = put, place, entry
 
     def __call__(self, content: torch.UntypedStorage) -> None:
         whole, entry = seen_at(content, self._place), self._entry
         with torch.no_grad():
-            self._local.copy_(whole if entry is None or entry.replicated else entry.spec.slice_full(whole))
+            self._put(whole if entry is None or entry.replicated else entry.spec.slice_full(whole))
 
 
 class _All:
@@ -209,23 +259,26 @@ class _All:
 
 
 def _allocated(
-    module: nn.Module, leaf: str, tensor: Tensor, device: torch.device, memo: dict[int, nn.Parameter]
+    module: nn.Module, leaf: str, tensor: Tensor, device: torch.device, memo: dict[int, nn.Parameter], *, hides: bool
 ) -> Tensor:
     if leaf in module._buffers:
         module._buffers[leaf] = buffer = torch.empty_like(tensor, device=device)
         return buffer
     if id(tensor) not in memo:
-        memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device=device), requires_grad=tensor.requires_grad)
+        data = hidden_like(tensor, device) if hides else torch.empty_like(tensor, device=device)
+        memo[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
     module._parameters[leaf] = memo[id(tensor)]
     return memo[id(tensor)]
 
 
-def _start_alike(construction: Construction, device: torch.device) -> None:
-    """Let all ranks draw from the random state of global rank 0."""
-    for start in construction.starts if dist.is_initialized() else ():
-        sent = start.to(device)
-        raw_broadcast(sent, 0, None)
-        start.copy_(sent)
+def hidden_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """NaN in the shape of a tensor, without memory for it."""
+    return torch.full((), float("nan"), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def is_hidden(tensor: Tensor) -> bool:
+    """Whether a tensor is one of these."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def _let_draw(replaced: Replacements) -> bool:

@@ -68,6 +68,7 @@ class WeightLayout:
         rounds: whether gradients of 16-bit weights accumulate in float32 and are rounded for the update.
         memory: by the number of elements that a bucket adds, host memory for its master weights, or ``None``; where
             that is never asked for, ``None`` itself.
+        hidden: names of parameters whose values come later, as far as this rank keeps them.
     """
 
     lowered: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class WeightLayout:
     gathers: bool = False
     rounds: bool = True
     memory: Callable[[int], HostMemory | None] | None = None
+    hidden: frozenset[str] = frozenset()
 
 
 USUAL_LAYOUT = WeightLayout()
@@ -375,9 +377,9 @@ def make_bucket(
     memory = None if layout.memory is None else layout.memory(placement.shard)
     if moves or layout.memory is not None:
         kept = (first.dtype, first.dtype) if low is None else (low, main)
-        bucket.weights = take_weights(
-            parameters, placement, sharing.rank, *kept, gradients=main, apart=apart, memory=memory
-        )
+        hidden = [index for index, name in enumerate(names) if name in layout.hidden]
+        given: Any = {"gradients": main, "apart": apart, "memory": memory, "hidden": hidden}
+        bucket.weights = take_weights(parameters, placement, sharing.rank, *kept, **given)
         _cut_pieces(bucket, bucket.weights, keep_shapes=layout.whole or sharing.shards == 1)
     return bucket
 

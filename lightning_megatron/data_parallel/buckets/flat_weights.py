@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.data_parallel.buckets.host_memory import HostMemory
-from lightning_megatron.data_parallel.buckets.shards import FlatPlacement
+from lightning_megatron.data_parallel.buckets.shards import FlatPlacement, ShardPart
 
 
 @dataclass
@@ -83,6 +83,17 @@ class FlatWeights:
         if self.low is not None:
             self.own.copy_(self.flat[self.low : self.low + self.own.numel()])
 
+    def put(self, part: ShardPart, values: Tensor) -> None:
+        """Write elements of a parameter into this rank's shard.
+
+        Args:
+            part: which they are.
+            values: [part.stop - part.start], on any device.
+        """
+        part.of(self.own).copy_(values)
+        if self.master is not self.own:
+            part.of(self.master).copy_(values)
+
     @property
     def lowered(self) -> bool:
         """Whether the layers compute with a narrower dtype than the optimizer updates."""
@@ -128,6 +139,7 @@ def take_weights(
     gradients: torch.dtype,
     apart: bool = False,
     memory: HostMemory | None = None,
+    hidden: Collection[int] = (),
 ) -> FlatWeights:
     """Move the weights of ``parameters`` into one buffer, and this rank's shard of them into the master weights.
 
@@ -140,27 +152,36 @@ def take_weights(
         gradients: dtype of the main gradients; parameters of another dtype get it as their ``grad_dtype``.
         apart: whether this rank's shard is to lie apart, so that the buffer can be freed.
         memory: of the host, for the master weights; ``None`` to keep them on the device.
+        hidden: indices of parameters without values, which are filled later, the shard alone. The buffer has no memory
+            then, as between steps.
     """
     with torch._C.DisableTorchFunctionSubclass():  # a plain tensor, or one without memory in a rehearsal
-        flat = parameters[0].new_zeros(placement.total, dtype=dtype)
-    low, high = placement.bounds(rank)
-    own = flat[low:high].clone() if apart else flat[low:high]
+        flat = (parameters[0].new_empty if hidden else parameters[0].new_zeros)(placement.total, dtype=dtype)
+        low, high = placement.bounds(rank)
+        own = parameters[0].new_zeros(placement.shard, dtype=dtype) if hidden else flat[low:high]
+    if apart and not hidden:
+        own = own.clone()
     kept = own if dtype == master else own.to(master)
     if memory is not None:
         kept = memory.empty(own.numel(), master).copy_(kept)
     weights = FlatWeights(flat, own, kept, low=low if apart else None, hosted=memory is not None)
     for part in placement.parts(rank):
-        source = parameters[part.member].data.reshape(-1)[part.start : part.stop]
-        part.of(weights.master).copy_(source)
+        if part.member not in hidden:
+            source = parameters[part.member].data.reshape(-1)[part.start : part.stop]
+            weights.put(part, source)
     for parameter, offset in zip(parameters, placement.offsets, strict=True):
         view = flat[offset : offset + parameter.numel()].view(parameter.shape)
-        view.copy_(parameter.data)
+        if not hidden:
+            view.copy_(parameter.data)
+            parameter.data = view
         parameter.grad = None
-        parameter.data = view
         parameter.__dict__["__reduce_ex__"] = _WithoutBucket(parameter)
         if dtype != gradients:
             parameter.grad_dtype = gradients
         weights.views.append(view)
-    if apart:
+    if hidden:
+        flat.untyped_storage().resize_(0)  # nothing has touched it
+        weights.hide(parameters)
+    elif apart:
         own.copy_(flat[low:high])
     return weights

@@ -28,12 +28,13 @@ class KeptState:
         place_of: finds the bucket of a parameter.
 
     Attributes:
+        place_of: see above.
         wholes: matrices that are put together for their updates.
         together: id of an optimizer -> the one that lets it step on whole parameters.
     """
 
     def __init__(self, module: nn.Module, tensor: TensorState, place_of: PlaceOf) -> None:
-        self._module, self._tensor, self._place_of = module, tensor, place_of
+        self._module, self._tensor, self.place_of = module, tensor, place_of
         self.wholes: WholeMatrices | None = None
         self.together: dict[int, WholeSteps] = {}
 
@@ -48,7 +49,7 @@ class KeptState:
         together = self.together.get(id(optimizer))
         places = []
         for parameter in members:
-            name, (bucket, index) = names[id(parameter)], self._place_of(parameter)
+            name, (bucket, index) = names[id(parameter)], self.place_of(parameter)
             if together is not None:
                 whole = together.key_of(parameter)
                 places.append(StatePlace(name, whole, ShardSpec.whole(whole.shape), parameter))

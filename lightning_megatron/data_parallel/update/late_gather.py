@@ -161,14 +161,14 @@ class ReportedUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()) if _reads_values(func) else ():
+        for value in (*args, *kwargs.values()) if reads_values(func) else ():
             for each in value if isinstance(value, (list, tuple)) else (value,):
                 if type(each) is not Tensor and isinstance(each, nn.Parameter):  # the second by itself is slow
                     self._used(each)
         return func(*args, **kwargs)
 
 
-def _reads_values(func: Any) -> bool:
+def reads_values(func: Any) -> bool:
     """Whether a call may read or replace values: false if it asks for a size, or an attribute such as ``grad``."""
     name = getattr(func, "__name__", "")
     if name in _SIZES:

@@ -97,6 +97,16 @@ class Freeing:
             f"{_words(needs)} that should be free to keep them, {_words(least)} are at its fullest moment"
         )
 
+    def lacks(self, windows: Iterable[Window]) -> str:
+        """Memory that some replica lacks to open windows, in words; "" for none. Collective over the replicas.
+
+        Args:
+            windows: those to open, the same on all replicas.
+        """
+        needs = sum(p.numel() * p.element_size() for window in windows for p in window.parameters)
+        least = min(self.everywhere(self._room()), default=needs) if needs else 0
+        return f"{_words(needs)} are needed, and {_words(least)} free" if least < needs else ""
+
     def everywhere(self, number: int) -> list[int]:
         """A number of each replica that shares the weights; empty where none are shared. Collective over them."""
         bucket = next((bucket for window in self._windows for bucket in window.buckets), None)

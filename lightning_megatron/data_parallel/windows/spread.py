@@ -73,7 +73,11 @@ def spread_parameters(module: nn.Module, layers: Sequence[str], shared: Collecti
 
 
 def frozen_buckets(
-    parameters: Mapping[str, nn.Parameter], frozen: Mapping[str, str], sharing: Sharing, bucket_bytes: int
+    parameters: Mapping[str, nn.Parameter],
+    frozen: Mapping[str, str],
+    sharing: Sharing,
+    bucket_bytes: int,
+    hidden: frozenset[str] = frozenset(),
 ) -> list[Bucket]:
     """Buckets of weights without gradients, of which a rank keeps its shard.
 
@@ -82,9 +86,10 @@ def frozen_buckets(
         frozen: name -> window.
         sharing: the ranks that share them out.
         bucket_bytes: buffer size in bytes at which a new bucket starts.
+        hidden: see :class:`.WeightLayout`.
     """
     runs = fill(((name, parameters[name]) for name in frozen), bucket_bytes, {}, frozen)
-    layout = WeightLayout(rounds=False)
+    layout = WeightLayout(rounds=False, hidden=hidden)
     return [make_bucket(members, sharing, shared=False, apart=True, layout=layout) for members in runs]
 
 

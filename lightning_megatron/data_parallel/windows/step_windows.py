@@ -55,6 +55,7 @@ class StepWindows:
     Attributes:
         windows, agreement: in the order of the layers, and what the replicas tell each other of them.
         freeing: decides whether windows stay open to the end of a step.
+        left_spread: what was lacking for whole weights after the last step; "" where they are whole.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StepWindows:
         self._of = {id(parameter): window for window in self.windows for parameter in window.parameters}
         self._recent: list[Window] = []
         self._behind = False  # a backward, or still before it
-        self._active = False
+        self._active, self.left_spread = False, ""
         self._opened: dict[int, int] = {}
         opens = defaultdict[str, list[Window]](list)
         for window in self.windows:
@@ -115,6 +116,17 @@ class StepWindows:
         self._active, self._recent = False, []
         for window in self.windows:
             window.open()
+
+    def show_if_room(self) -> str:
+        """Make all weights whole if every replica has memory for them; collective over the replicas.
+
+        Returns:
+            What they need and what is free, if they stay spread; else "".
+        """
+        self.left_spread = self.freeing.lacks(window for window in self.windows if not window.is_open)
+        if not self.left_spread:
+            self.show_all()
+        return self.left_spread
 
     def _hide_all(self) -> None:
         self._recent = []

@@ -55,7 +55,11 @@ class Window:
     ) -> None:
         self.name, self.number = name, number
         self._buckets, self._frozen = [*buckets, *frozen], list(frozen)
-        self.is_open, self.held, self.coming = True, False, False
+        weights = [bucket.weights for bucket in self._buckets if bucket.weights is not None]
+        self.is_open, self.held, self.coming = all(each.shown for each in weights), False, False
+        for bucket in () if self.is_open else self._buckets:
+            if bucket.weights is not None and bucket.weights.shown:  # beside weights that were never whole
+                bucket.hide_weights()
         self.opened = 0
         self._agreement = agreement or Agreement(())
         self._disguise: Disguise | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,9 @@ def agree_on_base_seed(device: torch.device) -> int:
     return int(seed.item())
 
 
-def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str, Any]) -> None:
+def agree_on_weights(
+    module: nn.Module, mesh: ParallelMesh, shared: Mapping[str, Any], alike: Collection[str] = ()
+) -> None:
     """Make replicas equal, and copies of one parameter on several stages.
 
     Args:
@@ -63,16 +65,17 @@ def agree_on_weights(module: nn.Module, mesh: ParallelMesh, shared: Mapping[str,
         mesh: the grid.
         shared: parameter name -> group of all ranks that hold it, for parameters on several stages and of experts;
             ``None`` where it is this one alone.
+        alike: names of tensors that all ranks will make, or read, by themselves.
     """
     parameters = dict(module.named_parameters())
     if mesh.layout.data > 1:
-        own = [p for name, p in parameters.items() if name not in shared]
+        own = [p for name, p in parameters.items() if name not in shared and name not in alike]
         source = mesh.layout.rank(tensor=mesh.coordinates.tensor, pipeline=mesh.stage)
-        buffers = [buffer for buffer in module.buffers() if buffer is not None]
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in alike]
         broadcast_tensors([*own, *buffers], source, mesh.group("data_parallel"))
     by_group: dict[int, tuple[Any, list[Tensor]]] = {}
     for name, group in shared.items():
-        if group is not None:
+        if group is not None and name not in alike:
             by_group.setdefault(id(group), (group, []))[1].append(parameters[name])
     for group, tensors in by_group.values():
         broadcast_tensors(tensors, min(dist.get_process_group_ranks(group)), group)

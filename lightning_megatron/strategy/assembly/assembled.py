@@ -16,6 +16,7 @@ from lightning_megatron.mesh.mesh import Holders
 from lightning_megatron.pipeline.forwards.lazy_heads import LazyHeads
 from lightning_megatron.strategy.activations.host_copies import Traffic
 from lightning_megatron.strategy.activations.mlp_pieces import MlpPieces
+from lightning_megatron.strategy.assembly.late_weights import LateWeights
 from lightning_megatron.strategy.generation.streaming import StreamedWeights
 from lightning_megatron.strategy.step.engine import StepEngine
 
@@ -39,6 +40,7 @@ class Assembled:
         traffic: counts what layers keep in host memory; ``None`` where they keep nothing there.
         pieces: modules that run in pieces of the tokens; ``None`` where all run whole.
         streamed: weights that are read when a layer needs them; ``None`` where all are in memory.
+        late: weights that get memory as shards, once these are known; ``None`` where all have values.
     """
 
     module: pl.LightningModule
@@ -52,6 +54,7 @@ class Assembled:
     traffic: Traffic | None = None
     pieces: MlpPieces | None = None
     streamed: StreamedWeights | None = None
+    late: LateWeights | None = None
 
     def open(self) -> None:
         """Let layers and heads of the module take part in what steps do."""

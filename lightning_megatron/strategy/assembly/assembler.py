@@ -8,6 +8,7 @@ The order matters, and is the same on every rank::
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.context_parallel.region import TokenRegion
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.data_parallel.renormalised_rows import check_renormalised
+from lightning_megatron.data_parallel.windows.spread import spread_parameters
 from lightning_megatron.mesh.draws.answers import ALL_ANSWERS
 from lightning_megatron.mesh.draws.mode import LayoutDraws
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
@@ -37,6 +39,7 @@ from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.activations.install import arrange
 from lightning_megatron.strategy.assembly import alike
 from lightning_megatron.strategy.assembly.assembled import Assembled
+from lightning_megatron.strategy.assembly.late_weights import LateWeights
 from lightning_megatron.strategy.assembly.layer_split import LayerSplit
 from lightning_megatron.strategy.assembly.module_options import ModuleOptions
 from lightning_megatron.strategy.assembly.own_dtypes import convert_as_forward_does
@@ -82,7 +85,11 @@ class Assembler:
         self._engine_options = engine_options
 
     def assemble(
-        self, module: pl.LightningModule, syncs_batch_norm: bool = False, from_files: bool = False
+        self,
+        module: pl.LightningModule,
+        syncs_batch_norm: bool = False,
+        from_files: bool = False,
+        fits: bool = False,
     ) -> Assembled:
         """Divide ``module``, in place.
 
@@ -90,6 +97,7 @@ class Assembler:
             module: whole, or divided by an earlier run of the same layout.
             syncs_batch_norm: whether batch norms are over the samples of all replicas.
             from_files: whether its weights will be read from files.
+            fits: whether it will be trained.
 
         Raises:
             ValueError: the module cannot be divided so; the message says what to change.
@@ -106,9 +114,13 @@ class Assembler:
         alike.synchronize(module, mesh, wanted=syncs_batch_norm)
         stage = self._cut(module, streams, tensor_state)
         presence = self._presence(module, stage, tensor_state)
-        about = layers_of(module, stage, self._options.pipeline_layers), self._options.streaming, self._device
+        layers = layers_of(module, stage, self._options.pipeline_layers)
+        about = layers, self._options.streaming, self._device
         streamed = stream_weights(module, *about, from_files, mesh.group("data_parallel"))
-        self._world.materialize(module, self._device, seed, tensor_state.table, streamed.settle if streamed else None)
+        hidden = self._late(module, layers, presence, tensor_state) if fits else ()
+        given = seed, tensor_state.table, streamed.settle if streamed else None
+        built = self._world.materialize(module, self._device, *given, hidden)
+        late = None if built is None else LateWeights(module, built, self._device)
         module.to(self._device)
         if streamed is not None:
             streamed.install()
@@ -116,14 +128,26 @@ class Assembler:
         engine = StepEngine(
             module, mesh, self._device, stage, presence, streams, tensor_state, self._engine_options, self._world
         )
-        groups = self._agree_on_weights(module, engine, presence, tensor_state, wanted=streamed is None)
+        agreed = None if streamed is not None else frozenset[str]() if late is None else late.filled
+        groups = self._agree_on_weights(module, engine, presence, tensor_state, agreed)
         engine.note_trained()
         tokens, heads = self._split_tokens(module, stage, report), self._lazy_heads(module, stage)
         tensor = mesh.group("tensor_parallel") if mesh.layout.tensor > 1 else None
         asked = self._options.pipeline_layers, self._options.activations
         traffic, pieces = arrange(module, stage, *asked, self._device, self._world.host, tensor)
-        parts = tokens, heads, traffic, pieces, streamed
+        parts = tokens, heads, traffic, pieces, streamed, late
         return Assembled(module, engine, tensor_state, report, streams, groups, *parts)
+
+    def _late(
+        self, module: pl.LightningModule, layers: Sequence[str], presence: Presence, tensor_state: TensorState
+    ) -> frozenset[str]:
+        """Names of parameters that are spread over replicas, of which none needs more than its shard."""
+        if self._engine_options.gradients.weights is None or self._mesh.of_gradients.layout.data == 1:
+            return frozenset()
+        groups = set(self._all_holders(presence, tensor_state))
+        shared = [name for name, _ in module.named_parameters() if presence.holders(name) in groups]
+        spread = spread_parameters(module, layers, shared)
+        return frozenset((*spread.trained, *spread.frozen))
 
     @property
     def _in_8_bits(self) -> bool:
@@ -170,10 +194,9 @@ class Assembler:
         engine: StepEngine,
         presence: Presence,
         tensor_state: TensorState,
-        *,
-        wanted: bool,
+        agreed: Collection[str] | None,
     ) -> dict[Holders, Any]:
-        """Give all replicas the same weights, if ``wanted``: else they read the same values.
+        """Give all replicas the same weights, but for those of names that are ``agreed``; ``None``: all are.
 
         Returns:
             Holders of parameters -> their groups.
@@ -183,9 +206,9 @@ class Assembler:
             return {}
         holders = {name: engine.model_gradients.holders_of(name) for name, _ in module.named_parameters()}
         groups = self._mesh.holder_groups(self._all_holders(presence, tensor_state), self._options.experts)
-        if wanted:
+        if agreed is not None:
             of_holders = {name: groups[each] for name, each in holders.items() if each in groups}
-            alike.agree_on_weights(module, self._mesh.of_gradients, of_holders)
+            alike.agree_on_weights(module, self._mesh.of_gradients, of_holders, agreed)
         return groups
 
     def _layers_here(self, module: pl.LightningModule, stage: Stage | None) -> LayersHere:

@@ -31,7 +31,7 @@ from lightning_megatron.layers.whole.seen_kinds import user_hook
 from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.parts.syntax import definition_of, place_in
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.mesh.torch_functions import around_functions, defined_functions, is_users_function
+from lightning_megatron.mesh.torch_functions import around_functions, is_users_function, subclasses_of
 from lightning_megatron.pipeline.cut.trunk import find_trunk
 from lightning_megatron.pipeline.elsewhere.reachable import Reach, names_in
 
@@ -188,7 +188,7 @@ def takes_gradients(module: nn.Module) -> bool:
 
 
 def _mention(names: set[str]) -> bool:
-    return bool(names & _NAMES) or ("apply" in names and any(map(is_users_function, defined_functions())))
+    return bool(names & _NAMES) or ("apply" in names and any(map(is_users_function, subclasses_of(Function))))
 
 
 def _names(module: nn.Module, root: nn.Module | None = None) -> set[str]:

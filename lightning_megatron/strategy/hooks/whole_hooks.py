@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.experts.kinds.twin import is_led, shows_whole
@@ -35,6 +36,7 @@ from lightning_megatron.mesh.messages.further_groups import further_group
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, comes_from, is_users
 from lightning_megatron.mesh.replaced import Replacements, has_other_method
+from lightning_megatron.mesh.torch_functions import subclasses_of
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.parallelize.swap.hooks_on_tokens import refuse_gradients
 from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
@@ -44,8 +46,12 @@ from lightning_megatron.strategy.hooks.served_calls import ServedCalls
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
-_OTHER_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-_LEFT_ALONE = ("on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer")
+_OTHER_HOOKS = (
+    *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    "transfer_batch_to_device",
+)
+_LOADERS = tuple(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict"))
+_LEFT_ALONE = ("on_exception", "on_gpu")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 DOORS = (
     *(*_STEPS, "backward", "optimizer_step", "gradient_norm"),
@@ -88,6 +94,7 @@ class WholeHooks:
         experts: ExpertGroups | None = None,
         hook_of: Callable[[Any, str], Callable[..., Any]] = getattr,
     ) -> None:
+        self._module = module
         group, replicas = tensor.group or tensor.expert_group, mesh.layout.data
         meets = experts.together if experts is not None else group
         reason = "`sequence_parallel=True`" if tensor.sums_gradients else f"`data_parallel_size={replicas}`"
@@ -118,22 +125,63 @@ class WholeHooks:
         self._layers = LayerHooks(module, split, group.size(), shares_tokens)
         self.steps.watch(module, _is_compiled, self._layers.called, is_led, shows_whole)
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
-        for owner, parent in ((module, None), *others):
-            for hook in hooks_of(owner, parent):
-                seeing = self._seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
-                self._replaced.call(owner, hook, seeing)
-        for owner, names in ((trainer.strategy, DOORS), (precision, ("clip_gradients",))):
+        given = getattr(trainer, "datamodule", None)
+        loads = [(owner, name) for owner in (module, given) if owner is not None for name in loaders_of(owner)]
+        hooks = [(owner, hook) for owner, parent in ((module, None), *others) for hook in hooks_of(owner, parent)]
+        for owner, hook in (*hooks, *loads):
+            seeing = self._seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
+            self._replaced.call(owner, hook, seeing)
+        self._trainer, self._precision, self._beside = trainer, precision, Replacements()
+        self._open_doors(self._replaced)
+
+    def _open_doors(self, replaced: Replacements) -> None:
+        for owner, names in ((self._trainer.strategy, DOORS), (self._precision, ("clip_gradients",))):
             for name in names:
                 if hasattr(owner, name):
                     door = self.local(getattr(owner, name))
-                    self._replaced.call(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
+                    replaced.call(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
+
+    def show_beside(self, names: Sequence[str]) -> None:
+        """Show whole tensors to hooks that Lightning calls before a run of the divided module, or behind it.
+
+        Args:
+            names: of the hooks; they see the module as it is again once the last of the module's own has run.
+        """
+        self._beside.take_back()
+        others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(self._trainer)))
+        for owner, parent in (*others, (self._module, pl.LightningModule)):
+            for name in names:
+                if not has_other_method(owner, name) and is_overridden(name, owner, parent=parent):
+                    self._beside.call(owner, name, self._alone(getattr(owner, name), may_run_on_one_rank(owner, name)))
+        last = getattr(self._module, names[-1])
+
+        @functools.wraps(last)
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return last(*args, **kwargs)
+            finally:
+                self._beside.take_back()
+
+        self._beside.call(self._module, names[-1], ending)
+
+    def _alone(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
+        """A hook that runs while no run is under way, and this rank's doors are closed."""
+        seeing = self._seeing(hook, serves)
+
+        @functools.wraps(hook)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with Replacements() as doors:
+                self._open_doors(doors)
+                return seeing(*args, **kwargs)
+
+        return alone
 
     def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         name = getattr(hook, "__name__", "closure")
 
         @functools.wraps(hook)
         def seeing(*args: Any, **kwargs: Any) -> Any:
-            with self.steps.paused(), self.view.seen(name, serves=serves), self._served_calls.announced(serves=serves):
+            with self._seen(name, serves):
                 return hook(*args, **kwargs)
 
         return seeing
@@ -159,6 +207,23 @@ class WholeHooks:
         return updating
 
     @contextmanager
+    def configuring(self) -> Iterator[None]:
+        """Around ``configure_optimizers``, whose learning rates may go by the shapes and values of weights. What
+        optimizers make in their constructors is for the parts that they update.
+        """
+        serves = may_run_on_one_rank(self._module, "configure_optimizers")
+        with Replacements() as replaced, self._seen("configure_optimizers", serves):
+            for kind in subclasses_of(Optimizer):
+                if "__init__" in vars(kind):
+                    replaced.put(kind, "__init__", self.local(vars(kind)["__init__"]))
+            yield
+
+    @contextmanager
+    def _seen(self, name: str, serves: bool) -> Iterator[None]:
+        with self.steps.paused(), self.view.seen(name, serves=serves), self._served_calls.announced(serves=serves):
+            yield
+
+    @contextmanager
     def gradient_hooks(self) -> Iterator[None]:
         """Around gradient hooks that are called on sums."""
         with self.steps.paused(), self.view.seen("register_hook", serves=False):
@@ -176,6 +241,7 @@ class WholeHooks:
 
     def remove(self) -> None:
         """Give hooks and methods back."""
+        self._beside.take_back()
         self._layers.remove()
         self.steps.close()
         self._replaced.take_back()
@@ -195,6 +261,11 @@ def hooks_of(owner: Any, parent: type | None) -> list[str]:
     known = [name for name in dir(parent or pl.LightningModule) if name.startswith("on_") and name not in _LEFT_ALONE]
     more = _OTHER_HOOKS if parent is None else ()
     return [h for h in (*known, *more) if not has_other_method(owner, h) and is_overridden(h, owner, parent=parent)]
+
+
+def loaders_of(owner: Any) -> list[str]:
+    """Methods of a module or data module that make loaders, and may look at the module for it (its vocabulary)."""
+    return [name for name in _LOADERS if not has_other_method(owner, name) and is_overridden(name, owner)]
 
 
 def _tell_whole(parameter: nn.Parameter, wrap: Callable[[Any], Any]) -> None:

@@ -25,7 +25,16 @@ from lightning_megatron.data_parallel.presplit import splits_itself
 from lightning_megatron.experts.balance.balancing import is_known
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.parts.packages import comes_from
+from lightning_megatron.strategy.lightning.hooks import names_used
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
+
+_GRADIENTS = frozenset(
+    (
+        *("grad", "parameters", "named_parameters", "param_groups", "clip_gradients", "get_total_norm"),
+        *("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"),
+    )
+)
+"""Names in code that looks at gradients."""
 
 
 def check_micro_batch(loader: Any, size: int | str) -> None:
@@ -70,6 +79,7 @@ def check_run(
     _check_mixtures(trainer, module, layout, balance)
     if layout.world_size > 1:
         _check_made(module)
+    _check_backward(module, layout)
     if layout.pipeline > 1 and trainer.state.fn == TrainerFn.FITTING:
         _check_adapters(module)
     if layout.pipeline > 1 or micro_batch_size != "auto":
@@ -158,6 +168,18 @@ def _check_mixtures(trainer: pl.Trainer, module: pl.LightningModule, layout: Lay
                 f"`context_parallel_size={layout.context}`. Set it to False, or use `context_parallel_size=1` or "
                 "`data_parallel_size=1`."
             )
+
+
+def _check_backward(module: pl.LightningModule, layout: Layout) -> None:
+    """Refuse an override of ``backward`` that reads gradients, which are summed and put together after it."""
+    if layout.world_size == 1 or not module.automatic_optimization or not is_overridden("backward", module):
+        return
+    if read := names_used(module, "backward") & _GRADIENTS:
+        raise MisconfigurationException(
+            f"`LightningModule.backward` is overridden and uses `{min(read)}`, but it runs before gradients are summed "
+            f"over {layout.world_size} ranks and seen whole: do that in `on_after_backward` or "
+            "`on_before_optimizer_step`, which find what one process finds."
+        )
 
 
 def _check_steps(module: pl.LightningModule) -> None:

@@ -37,6 +37,7 @@ _WITHOUT = {
 """Options that cannot be combined with sharded weights, and the only values that do."""
 
 _SEEN = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_FIRST = ("on_fit_start", "on_train_start", "on_sanity_check_start", "on_sanity_check_end", "on_load_checkpoint")
 _OVERRIDDEN = (*_SEEN, "configure_gradient_clipping", "backward")
 _BLIND = (
     *(lightnings.ModelCheckpoint, lightnings.EarlyStopping, lightnings.ProgressBar, lightnings.ModelSummary),
@@ -184,6 +185,15 @@ def reads_whole_weights(module: pl.LightningModule, callbacks: list[Callback]) -
     if not module.automatic_optimization or _seeing(callbacks):
         return True
     return not all(hook_is_blind(module, hook) for hook in own)
+
+
+def reads_before_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a hook that runs before the first step, or between steps, may look at weights."""
+    if reads_whole_weights(module, callbacks):
+        return True
+    if any(is_overridden(hook, module) and not hook_is_blind(module, hook) for hook in _FIRST):
+        return True
+    return any(is_overridden(hook, each, parent=Callback) for each in _seeing(callbacks) for hook in _FIRST)
 
 
 def reads_in_steps(module: pl.LightningModule, callbacks: list[Callback]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
-from lightning_megatron.strategy.saving.unseen import nobody_looks
+from lightning_megatron.strategy.saving.unseen import nobody_looks, nobody_looks_on
 
 
 class PartOfState(dict[str, Any]):
@@ -62,17 +63,18 @@ class ModelState:
         """
         gradients = self._engine.model_gradients
         gradients.finish_gather()
-        masters = gradients.masters()
+        masters = gradients.weights.pieces()
         stored = stored_module(self.module, self._tensors, without) | masters
         return PartOfState({n: value for n, value in stored.items() if value is not None or n not in masters})
 
     def saved(self) -> PartOfState:
         """The same for a checkpoint: weights that are spread over replicas stay so, unless code may look at them."""
-        gradients = self._engine.model_gradients
-        if not nobody_looks(self.module, gradients):
-            return self.stored()
-        own = gradients.masters(spread=True)
-        stored = stored_module(self.module, self._tensors, own) | own
+        return self._as_spread() if nobody_looks(self.module, self._engine.model_gradients) else self.stored()
+
+    def _as_spread(self, without: Collection[str] = ()) -> PartOfState:
+        """This rank's part, of weights that are spread now its shard."""
+        own = self._engine.model_gradients.weights.pieces(spread=True)
+        stored = stored_module(self.module, self._tensors, {*own, *without}) | own
         return PartOfState({n: value for n, value in stored.items() if value is not None or n not in own})
 
     def stored_once(self) -> dict[str, Any]:
@@ -80,14 +82,20 @@ class ModelState:
         tied = aliases(self.module)
         return {name: value for name, value in self.stored().items() if name not in tied}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state that matches the module, whole or in pieces."""
+    def load(self, state: Mapping[str, Any], *, spread: bool | None = None) -> None:
+        """Load a state that matches the module, whole or in pieces.
+
+        Args:
+            state: by name.
+            spread: whether spread weights stay so; by default unless code of the user's may look at them.
+        """
         gradients = self._engine.model_gradients
-        gradients.finish_gather()
-        masters = gradients.masters()
+        spread = nobody_looks_on(self.module, gradients) if spread is None else spread
+        gradients.finish_gather(spread=not spread)
+        masters = gradients.weights.pieces(spread=spread)
         load_module(self.module, {n: v for n, v in state.items() if n not in masters}, self._tensors)
         if masters:
-            gradients.load_masters(state)
+            gradients.weights.load(state, spread=spread)
 
     @property
     def names(self) -> Collection[str]:
@@ -103,11 +111,16 @@ class ModelState:
         self._engine.model_gradients.finish_gather()
         self._engine.share_copies()
         state = {n: value for n, value in self.module.state_dict().items() if keeps is None or keeps(n)}
-        state |= {n: v for n, v in self._engine.model_gradients.whole_masters().items() if n in state}
+        state |= {n: v for n, v in self._engine.model_gradients.weights.whole().items() if n in state}
         return lightning_state.gather_state_dict(self._tensors.logical_state(state), self._mesh)
 
     def fill_from(self, path: Any) -> None:
-        """Load this rank's part of a file or folder of weights, reading that part only, into the memory that it has.
+        """Load this rank's part of a file or folder of weights; see :meth:`reader_of`."""
+        self.reader_of(path)()
+
+    def reader_of(self, path: Any) -> Callable[[], None]:
+        """A function that loads this rank's part of a file or folder of weights, reading that part only, into the
+        memory that it has. Collective over all ranks; the function is not.
 
         Raises:
             RuntimeError: a parameter is missing there, or has another shape; or a file of a checkpoint is damaged.
@@ -115,9 +128,12 @@ class ModelState:
         source = open_weights(path)
         source.verify(self._mesh.rank, self._mesh.layout.world_size)
         built = computed_from(self.module) if self._streamed is None else {}
-        found = match_weights(source, *self._whole_shapes(), path, built)
+        return partial(self._fill_from, source, match_weights(source, *self._whole_shapes(), path, built))
+
+    def _fill_from(self, source: Any, found: Match) -> None:
         streamed = self._streamed.names if self._streamed is not None else ()
-        state = self.stored(_with_tied(self.module, streamed))
+        self._engine.model_gradients.finish_gather(spread=False)
+        state = self._as_spread(_with_tied(self.module, streamed))
         wanted = {
             n: (found.stored[n], as_pieces(v))
             for n, v in state.items()
@@ -126,7 +142,7 @@ class ModelState:
         for _, pieces in wanted.values():
             pieces.clear_padding()  # as it came about, in a module that was never whole
         source.fill(wanted)  # tensors of the module itself, which the next line then copies onto themselves
-        self.load({name: pieces for name, (_, pieces) in wanted.items()})
+        self.load({name: pieces for name, (_, pieces) in wanted.items()}, spread=True)
         if self._streamed is not None:
             own = {name: parameter for name, parameter in self.module.named_parameters() if name in streamed}
             places = {name: (found.stored[name], self._tensors.spec_of(name, p.shape)) for name, p in own.items()}
@@ -134,7 +150,8 @@ class ModelState:
 
     def memory(self) -> dict[str, PiecedTensor]:
         """This rank's part itself, by name: what is read into it, the module has once :meth:`load` was given it."""
-        stored = self.stored().items()
+        spread = nobody_looks_on(self.module, self._engine.model_gradients)
+        stored = (self._as_spread() if spread else self.stored()).items()
         return {name: as_pieces(v) for name, v in stored if isinstance(v, (Tensor, PiecedTensor))}
 
     def match(

@@ -103,6 +103,7 @@ def prepare_updates(
         reads_in_step=sharded and reads_in_steps(module, callbacks_of(trainer)),
         host=host_plan(gradients, module, optimizers, processes, least, assembles=puts_together),
         together=together,
+        hidden=assembled.late.names if assembled.late is not None else frozenset(),
     )
     return guard
 
@@ -164,6 +165,27 @@ def end_step(gradients: ModelGradients, processes: Processes) -> None:
         _log.info("%s: `weight_sharding` goes on with %s.", processes.place, chosen)
 
 
+def show_at_end(gradients: ModelGradients, processes: Processes) -> None:
+    """After the last step of a fit: make weights whole, or say once per stage that there is no room for them.
+
+    Args:
+        gradients: of the module.
+        processes: of the strategy.
+    """
+    gradients.finish_gather(spread=False)
+    lacking, where = (
+        gradients.windows.show_if_room() if gradients.windows is not None else "",
+        processes.mesh.coordinates,
+    )
+    if lacking and where.data == where.tensor == where.context == 0:
+        _log.warning(
+            "%s: the weights of the layers stay spread over the replicas (`weight_sharding`): for whole ones %s. The "
+            "module's parameters read as NaN; `trainer.save_checkpoint` writes them from their shards.",
+            processes.place,
+            lacking,
+        )
+
+
 def weights_of(
     gradients: ModelGradients, module: pl.LightningModule, name: str, batch: Any
 ) -> AbstractContextManager[None]:
@@ -203,7 +225,7 @@ def show_weights(gradients: ModelGradients, processes: Processes) -> None:
         processes: of the strategy.
     """
     place = gradients.windows.place if gradients.windows is not None else None
-    if place is None:
+    if gradients.windows is None or place is None or gradients.windows.left_spread:
         return
     if processes.all_stand_at(place, gradients.replicas.group):
         gradients.finish_gather()

@@ -11,13 +11,14 @@ share the tokens out, it cuts them as the first of all layers does::
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoints.loading.as_built import fill_as_built
+from lightning_megatron.checkpoints.loading.as_built import allocate_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.watch.failure import FailureWatch
@@ -100,10 +101,16 @@ class PaperWorld(World):
         return _NoWatch(*args, **kwargs)
 
     def materialize(
-        self, module: nn.Module, device: torch.device, seed: int, table: Any, settle: Any | None = None
+        self,
+        module: nn.Module,
+        device: torch.device,
+        seed: int,
+        table: Any,
+        settle: Any | None = None,
+        hidden: Collection[str] = (),
     ) -> None:
         """Materialize the parameters as in a launch, for the same errors, and then free their memory."""
-        fill_as_built(module, device, seed, table, values=False)
+        allocate_as_built(module, device, seed, table)
         materialize(module, device, seed, table, settle)
         self._mode.weightless(module)
 

@@ -1,0 +1,100 @@
+"""Weights of layers that a rank never has whole before it trains: they were built on the meta device, and are spread.
+
+Of a stage that is larger than memory, each replica keeps its shard. Shards are known once the optimizers are, so until
+then these weights are hidden, and read as NaN::
+
+    divided         layers hidden, the rest has memory     no values
+    optimizers      made from hidden parameters            values at once, and whole, if `configure_optimizers` looks
+    prepared        shards have memory                     values of the shards, one tensor at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatron.checkpoints.loading.as_built import AsBuilt, is_hidden
+from lightning_megatron.data_parallel.model_gradients import ModelGradients
+from lightning_megatron.data_parallel.update.late_gather import reads_values
+from lightning_megatron.mesh.messages import objects
+from lightning_megatron.pipeline.elsewhere.away import tensors_in
+
+
+class LateWeights:
+    """Fills them when the time has come.
+
+    Args:
+        module: this rank's part of the module.
+        built: the values.
+        device: where the weights lie.
+
+    Attributes:
+        names: of those that are hidden now.
+        filled: of all that are filled with them.
+        load: reads weights from files, over those that were built; ``None`` for none.
+    """
+
+    def __init__(self, module: nn.Module, built: AsBuilt, device: torch.device) -> None:
+        self._module, self._built, self._device = module, built, device
+        self.names, self.filled, self._pending = built.hidden, built.names, True
+        self._parameters = {name: module.get_parameter(name) for name in sorted(built.hidden)}
+        self.load: Callable[[], None] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around code of the user's that may look at the module's tensors, which then get all of their values, on all
+        ranks; collective over them.
+        """
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        with _Looks({id(tensor) for tensor in tensors}, self.show):
+            yield
+        if any(objects.gather(not self._pending, None)):
+            self.show()
+
+    def show(self) -> None:
+        """Fill the weights whole, if that has not been done."""
+        if not self._pending:
+            return
+        self._pending, whole = False, dict[str, Callable[[Tensor], Any]]()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for name, parameter in self._parameters.items():
+                if is_hidden(parameter):  # not under another of its names
+                    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+                whole[name] = parameter.data.copy_
+            self.names = frozenset()
+            self._fill(whole)
+
+    def settle(self, gradients: ModelGradients) -> None:
+        """Fill the shards of weights that are spread by now."""
+        if self._pending:
+            self._pending = False
+            self._fill(gradients.weights.takers(self.names))
+            self.names = frozenset()
+
+    def _fill(self, into: dict[str, Callable[[Tensor], Any]]) -> None:
+        self._built.fill(into)
+        if self.load is not None:
+            self.load()
+
+
+class _Looks(TorchFunctionMode):
+    """Tells when a function may read values of some tensors.
+
+    Args:
+        ids: of the tensors.
+        looked: called before the function.
+    """
+
+    def __init__(self, ids: set[int], looked: Callable[[], None]) -> None:
+        super().__init__()
+        self._ids, self._looked = ids, looked
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if reads_values(func) and any(id(each) in self._ids for each in tensors_in((args, kwargs or {}))):
+            self._looked()
+        return func(*args, **(kwargs or {}))
