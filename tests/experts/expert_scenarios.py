@@ -406,15 +406,16 @@ class Pretrained(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-class Deep(Pretrained):
-    """One of four layers, whose weights are so large that experts matter, and whose steps are as long as gradients.
+class Large(Pretrained):
+    """One whose weights are so large that experts matter, and whose steps are as long as gradients.
 
     Args:
         family: key of `FAMILIES` or `FURTHER`.
+        deep: whether it has four layers, for two stages, and not two.
     """
 
-    def __init__(self, family: str) -> None:
-        super().__init__(family, num_hidden_layers=4, **DEEP.get(family, {}))
+    def __init__(self, family: str, *, deep: bool = False) -> None:
+        super().__init__(family, **({"num_hidden_layers": 4, **DEEP.get(family, {})} if deep else {}))
         for weight in self.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.25)
@@ -655,7 +656,9 @@ def built(name: str) -> LightningModule:
     if name.startswith("balanced_"):
         return Balanced(name.removeprefix("balanced_"))
     if name.startswith("deep_"):
-        return Deep(name.removeprefix("deep_"))
+        return Large(name.removeprefix("deep_"), deep=True)
+    if name.startswith("large_"):
+        return Large(name.removeprefix("large_"))
     if name in (*FAMILIES, *FURTHER, *UNSPLIT):
         return Pretrained(name)
     return MODULES.get(name, Words)()

@@ -28,17 +28,17 @@ def _rows() -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
         options |= {"pipeline_schedule": SCHEDULES[number % 3], "optimizer_sharding": number % 2 == 0}
         if number // 3 % 2 == 0:
             options["tensor_parallel_size"] = 2
-        rows.append((family, 8, options, {"gradient_clip_val": (0.5, None)[number // 2 % 2]}))
+        rows.append((f"deep_{family}", 8, options, {"gradient_clip_val": (0.5, None)[number // 2 % 2]}))
         further = ({}, {"tensor_parallel_size": 2}, {"optimizer_sharding": False})[number % 3]
-        rows.append((family, 4, {"expert_parallel_size": 4, **further}, {"gradient_clip_val": None}))
+        rows.append((f"large_{family}", 4, {"expert_parallel_size": 4, **further}, {"gradient_clip_val": None}))
     return rows
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("family", "devices", "options", "trainer"), _rows(), ids=str)
 def test_training_with_four_experts_on_four_ranks_is_that_of_one_process(family, devices, options, trainer):
-    expected = one_process(fit, f"deep_{family}", None, trainer)
-    found = [each.value for each in run_trainers(fit, f"deep_{family}", options, trainer, devices=devices)]
+    expected = one_process(fit, family, None, trainer)
+    found = [each.value for each in run_trainers(fit, family, options, trainer, devices=devices)]
     for value in found:
         assert value["losses"] == pytest.approx(expected["losses"], rel=NEAR)
     torch.testing.assert_close(found[0]["weights"], expected["weights"], rtol=NEAR, atol=NEAR)
