@@ -79,6 +79,15 @@ def test_initial_weights_are_read_into_shards(kind: str, tmp_path: Path) -> None
     assert not list(differences("", spread, whole, 1e-9))
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=wide)])
+def test_sixteen_bits_are_rounded_as_those_of_a_module_with_memory(precision: str) -> None:
+    found, expected = (
+        run_trainers(trained, "Task", (1, 2, 1), SPREAD, 3, None, None, meta, precision, devices=2)[0].value
+        for meta in (True, False)
+    )
+    assert not list(differences("", found, expected, 0.0))
+
+
 class Wide(Task):
     """Six layers of 35 MiB, which the allocator gives back to the system."""
 

@@ -315,6 +315,7 @@ def trained(
     load: str | None = None,
     save: str | None = None,
     meta: bool = False,
+    precision: str = "64-true",
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights and logged numbers after a fit.
 
@@ -327,6 +328,7 @@ def trained(
         load: a checkpoint to go on from.
         save: where to write one.
         meta: whether the module is built on the meta device.
+        precision: of the Trainer.
     """
     stages, replicas, tensor = sizes or (1, 1, 1)
     strategy: Any = "auto"
@@ -335,7 +337,7 @@ def trained(
         strategy = MegatronStrategy(
             pipeline_parallel_size=stages, data_parallel_size=replicas, tensor_parallel_size=tensor, **given
         )
-    trainer = make_trainer(info, strategy, max_steps=steps, limit_val_batches=1)
+    trainer = make_trainer(info, strategy, max_steps=steps, limit_val_batches=1, precision=precision)
     module, replica = KINDS[kind](meta), info.rank // tensor % replicas
     trainer.fit(module, loader(replica, replicas), loader(replica, replicas), ckpt_path=load)
     if save is not None:

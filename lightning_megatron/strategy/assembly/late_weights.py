@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class LateWeights:
         self._module, self._built, self._device = module, built, device
         self.names, self.filled, self._pending = built.hidden, built.names, True
         self._parameters = {name: module.get_parameter(name) for name in sorted(built.hidden)}
+        self._dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
         self.load: Callable[[], None] | None = None
 
     @contextmanager
@@ -73,13 +75,18 @@ class LateWeights:
         """Fill the shards of weights that are spread by now."""
         if self._pending:
             self._pending = False
-            self._fill(gradients.weights.takers(self.names))
+            takers = gradients.weights.takers(self.names)  # into float32 too, of what the module has rounded
+            self._fill({name: partial(_rounded, self._dtypes[name], take) for name, take in takers.items()})
             self.names = frozenset()
 
     def _fill(self, into: dict[str, Callable[[Tensor], Any]]) -> None:
         self._built.fill(into)
         if self.load is not None:
             self.load()
+
+
+def _rounded(dtype: torch.dtype, take: Callable[[Tensor], Any], values: Tensor) -> None:
+    take(values.to(dtype))
 
 
 class _Looks(TorchFunctionMode):
