@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.data_parallel.windows import freeing
+from tests.experts.expert_scenarios import fit
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import differences
 from tests.parity.train import make_trainer
@@ -86,6 +87,17 @@ def test_sixteen_bits_are_rounded_as_those_of_a_module_with_memory(precision: st
         for meta in (True, False)
     )
     assert not list(differences("", found, expected, 0.0))
+
+
+@pytest.mark.parametrize(
+    "more", [{}, *(pytest.param({axis: 2}, marks=wide) for axis in ("tensor_parallel_size", "pipeline_parallel_size"))]
+)
+def test_experts_beside_late_weights_train_as_without(more: dict[str, Any]) -> None:
+    shared = {"expert_parallel_size": 2}
+    expected = run_trainers(fit, "built_later", shared, {}, devices=2)[0].value
+    options = {**shared, **SPREAD, **more, "micro_batch_size": 2 if "pipeline_parallel_size" in more else "auto"}
+    found = run_trainers(fit, "built_later", options, {}, devices=4)[0].value
+    assert not list(differences("", found["weights"], expected["weights"], 1e-9))
 
 
 class Wide(Task):

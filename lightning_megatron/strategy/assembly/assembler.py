@@ -117,7 +117,7 @@ class Assembler:
         layers = layers_of(module, stage, self._options.pipeline_layers)
         about = layers, self._options.streaming, self._device
         streamed = stream_weights(module, *about, from_files, mesh.group("data_parallel"))
-        hidden = self._late(module, layers, presence, tensor_state) if fits else ()
+        hidden = self._late(module, layers, presence) if fits else ()
         given = seed, tensor_state.table, streamed.settle if streamed else None
         built = self._world.materialize(module, self._device, *given, hidden)
         late = None if built is None else LateWeights(module, built, self._device)
@@ -138,14 +138,12 @@ class Assembler:
         parts = tokens, heads, traffic, pieces, streamed, late
         return Assembled(module, engine, tensor_state, report, streams, groups, *parts)
 
-    def _late(
-        self, module: pl.LightningModule, layers: Sequence[str], presence: Presence, tensor_state: TensorState
-    ) -> frozenset[str]:
+    def _late(self, module: pl.LightningModule, layers: Sequence[str], presence: Presence) -> frozenset[str]:
         """Names of parameters that are spread over replicas, of which none needs more than its shard."""
         if self._engine_options.gradients.weights is None or self._mesh.of_gradients.layout.data == 1:
             return frozenset()
-        groups = set(self._all_holders(presence, tensor_state))
-        shared = [name for name, _ in module.named_parameters() if presence.holders(name) in groups]
+        holders = {name: presence.holders(name) for name, _ in module.named_parameters()}
+        shared = [n for n, each in holders.items() if len(each.stages) > 1 or each.over_tensor or each.of_experts]
         spread = spread_parameters(module, layers, shared)
         return frozenset((*spread.trained, *spread.frozen))
 
