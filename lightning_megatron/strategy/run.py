@@ -47,6 +47,7 @@ from lightning_megatron.strategy.lightning.log_replay import LogReplay
 from lightning_megatron.strategy.lightning.precision import clips_gradients_of
 from lightning_megatron.strategy.lightning.step_results import StepResults
 from lightning_megatron.strategy.logs.routing import LogRouting
+from lightning_megatron.strategy.loss.muted_loggers import warn_of_own_words
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_batches
 from lightning_megatron.strategy.options.options import Options
@@ -125,8 +126,11 @@ class Run:
         self._kept = KeptForHooks(self.module, trainer, mesh, self.engine.logged, self.engine.trials)
         self._logs.is_whole = self._kept.is_whole if mesh.layout.data > 1 else None
         self._short = CutShort(self.module, processes) if self._fits and mesh.layout.world_size > 1 else None
-        mixes = self._fits and mesh.layout.data > 1 and options.whole_batch_loss is not False
+        mixes = mesh.layout.data > 1 and options.whole_batch_loss is not False
         self._of_batches = BatchHooks(self.module, trainer, processes) if mixes else None
+        if self._fits:
+            cuts = options.micro_batch_size != "auto" or mesh.layout.pipeline > 1
+            warn_of_own_words(self.module, ("training_step", "validation_step"), mesh.layout.data, cuts=cuts)
         self._rows = RenormalisedRows(self.module, mesh.of_gradients.group("data_parallel"))
         twice = mesh.layout.tensor > 1 and takes_second_gradients(self.module)
         self._differentiating: AbstractContextManager[None] = differentiating_twice if twice else _NOTHING

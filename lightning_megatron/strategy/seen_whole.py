@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
+from lightning_megatron.mesh.replaced import Replacements, has_other_method
 from lightning_megatron.mesh.torch_functions import line_of_error
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.assembly.layer_split import whole_view
 from lightning_megatron.strategy.hooks.over_stages import OverStages
-from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks
-from lightning_megatron.strategy.lightning.trainer_access import WholeSummaries
+from lightning_megatron.strategy.hooks.whole_hooks import WholeHooks, may_run_on_one_rank
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks
+from lightning_megatron.strategy.lightning.trainer_access import WholeSummaries, callbacks_of
 
 
 class SeenWhole:
@@ -47,6 +52,7 @@ class SeenWhole:
         named_groups: Callable[[], Iterable[tuple[Optimizer, GroupNames]]],
     ) -> None:
         module, gradients, tensor = assembled.module, assembled.engine.model_gradients, assembled.tensor_state
+        self._module, self._trainer, self._beside = module, trainer, Replacements()
         divided = mesh.layout.pipeline > 1 or not tensor.is_trivial
         self._summaries = WholeSummaries(whole_view) if divided else None
         stage = Stage.of(module)
@@ -92,8 +98,7 @@ class SeenWhole:
 
     def before_run(self) -> None:
         """Show whole tensors to ``setup`` hooks of another run, of the module as this one has left it."""
-        if self.whole_hooks is not None:
-            self.whole_hooks.show_beside(("setup",))
+        self._show_beside(("setup",))
 
     def behind_run(self, *, fits: bool) -> None:
         """Show whole tensors to hooks that Lightning calls behind this run, now that it is closed.
@@ -101,11 +106,45 @@ class SeenWhole:
         Args:
             fits: whether it was a fit.
         """
-        if self.whole_hooks is not None:
-            self.whole_hooks.show_beside(("on_fit_end", "teardown") if fits else ("teardown",))
+        self._show_beside(("on_fit_end", "teardown") if fits else ("teardown",))
+
+    def _show_beside(self, names: Sequence[str]) -> None:
+        """Show what one process has to hooks that Lightning calls before a run of the divided module, or behind it,
+        until the last of the module's own has run.
+        """
+        self._beside.take_back()
+        if self.whole_hooks is None and self.over_stages is None:
+            return
+        others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(self._trainer)))
+        given = getattr(self._trainer, "datamodule", None)
+        data = ((given, pl.LightningDataModule),) if given is not None else ()
+        for owner, parent in (*others, *data, (self._module, pl.LightningModule)):
+            for name in names:
+                if (
+                    hasattr(parent, name)
+                    and not has_other_method(owner, name)
+                    and is_overridden(name, owner, parent=parent)
+                ):
+                    self._beside.call(owner, name, self._alone(owner, name))
+        last = getattr(self._module, names[-1])
+
+        @functools.wraps(last)
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return last(*args, **kwargs)
+            finally:
+                self._beside.take_back()
+
+        self._beside.call(self._module, names[-1], ending)
+
+    def _alone(self, owner: Any, name: str) -> Callable[..., Any]:
+        serves = may_run_on_one_rank(owner, name)
+        hook = getattr(owner, name) if self.over_stages is None else self.over_stages.alone(owner, name)
+        return hook if self.whole_hooks is None else self.whole_hooks.alone(hook, serves)
 
     def close(self) -> None:
         """Give back what was taken over from the module, the Trainer and Lightning."""
+        self._beside.take_back()
         if self.whole_hooks is not None:
             self.whole_hooks.remove()
         if self.over_stages is not None:

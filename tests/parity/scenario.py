@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 
 from tests import harness
@@ -37,7 +37,12 @@ def trainer_for(info: RankInfo, layout: Layout | None, arguments: Mapping[str, A
 
 
 def trained_state(
-    info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], module: LightningModule, **options: Any
+    info: RankInfo,
+    layout: Layout | None,
+    arguments: Mapping[str, Any],
+    module: LightningModule,
+    data: LightningDataModule | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """The whole state of a module after its training; on rank 0, nothing on the others.
 
@@ -46,10 +51,11 @@ def trained_state(
         layout: see :func:`trainer_for`.
         arguments: likewise.
         module: trained.
+        data: what it is trained on, if that is not the module's.
         options: arguments of the Trainer.
     """
     trainer = trainer_for(info, layout, arguments, **options)
-    trainer.fit(module)
+    trainer.fit(module, datamodule=data)
     state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
     return {name: value.clone() for name, value in state.items()}
 

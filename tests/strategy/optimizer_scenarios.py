@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
@@ -144,6 +145,52 @@ class Following(Task):
         return Lookahead(self.parameters())
 
 
+class BySize(LRScheduler):
+    """A learning rate by the size of the model and the number of its weights."""
+
+    def get_lr(self) -> Any:
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        scale = 1 + sum(p.numel() for p in weights) / 1e4 + len(weights) / 10 + self.last_epoch
+        return [0.1 / scale for _ in self.optimizer.param_groups]
+
+
+class Schedule(Task):
+    """A scheduler of the user's looks at shapes."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": BySize(optimizer), "interval": "step"}}
+
+
+class ByGradient(LRScheduler):
+    """A learning rate by the norm of the last gradients."""
+
+    def get_lr(self) -> Any:
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+        return [0.01 / (1 + norm) for _ in self.optimizer.param_groups]
+
+
+class GradientSchedule(Task):
+    """A scheduler of the user's looks at gradients."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ByGradient(optimizer), "interval": "step"}}
+
+
+class NormSchedule(Task):
+    """Torch's scheduler is given a function that looks at weights."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+
+        def scale(step: int) -> float:
+            return 1 / (1 + float(self.net.layers[0].up.weight.detach().norm()))
+
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, scale), "interval": "step"}}
+
+
 class OnOneRank(Task):
     """One rank alone looks."""
 
@@ -201,8 +248,8 @@ class LoadsWhole(Task):
         assert total == total
 
 
-class Outside(Task):
-    """Looks at weights in everything that is called beside the hooks of a step: shapes, norms and numbers."""
+class Looking(Task):
+    """Looks at weights before a run and behind it: shapes, norms and numbers."""
 
     def __init__(self, meta: bool = False) -> None:
         super().__init__(meta)
@@ -220,8 +267,21 @@ class Outside(Task):
         self.look(f"setup of {stage}")
 
     def train_dataloader(self) -> Any:
-        self.look("loader")
         return loader(0, 1)
+
+    def on_fit_end(self) -> None:
+        self.look("end of fit")
+
+    def teardown(self, stage: str) -> None:
+        self.look(f"teardown of {stage}")
+
+
+class Outside(Looking):
+    """The same in everything that is called beside the hooks of a step."""
+
+    def train_dataloader(self) -> Any:
+        self.look("loader")
+        return super().train_dataloader()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.look("before transfer")
@@ -235,11 +295,15 @@ class Outside(Task):
         self.look("after transfer")
         return batch
 
-    def on_fit_end(self) -> None:
-        self.look("end of fit")
 
-    def teardown(self, stage: str) -> None:
-        self.look(f"teardown of {stage}")
+class OutsideStages(Looking):
+    """Looks at all parameters, of which a stage has some only."""
+
+    def look(self, place: str) -> None:
+        """Keep what there is to see."""
+        if self.net is not None and place not in self.found:
+            norm = sum(float(parameter.detach().square().sum()) for parameter in self.parameters())
+            self.found[place] = norm, len(list(self.parameters()))
 
 
 class LooksTwice(pl.Callback):
@@ -255,17 +319,57 @@ class LooksTwice(pl.Callback):
         pl_module.look(f"teardown of {stage}, by a callback")
 
 
-def seen_outside(info: RankInfo, sizes: Sizes | None = None) -> tuple[dict[str, Any], bool]:
-    """What code beside steps finds in a fit, and in a validation behind it; and whether the module can be pickled."""
+class DataThatLooks(pl.LightningDataModule):
+    """Looks at the module where data are made, moved and given up."""
+
+    def look(self, place: str) -> None:
+        """Keep what there is to see."""
+        module = self.trainer.lightning_module  # type: ignore[union-attr]
+        module.look(f"{place} of the data")
+
+    def train_dataloader(self) -> Any:
+        self.look("loader")
+        return loader(0, 1)
+
+    def val_dataloader(self) -> Any:
+        return loader(0, 1)
+
+    def setup(self, stage: str) -> None:
+        self.look(f"setup of {stage}")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.look("after transfer")
+        return batch
+
+    def teardown(self, stage: str) -> None:
+        self.look(f"teardown of {stage}")
+
+
+def seen_outside(
+    info: RankInfo, sizes: Sizes | None = None, kind: str = "Outside", data: bool = False
+) -> tuple[dict[str, Any], bool]:
+    """What code beside steps finds in a fit, and in a validation behind it; and whether the module can be pickled.
+
+    Args:
+        info: this process.
+        sizes: stages, replicas, tensor ranks; ``None`` for a plain Trainer.
+        kind: of the module.
+        data: whether a data module looks too.
+    """
     strategy: Any = "auto"
     if sizes is not None:
         strategy = MegatronStrategy(
             pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1], tensor_parallel_size=sizes[2]
         )
     trainer = make_trainer(info, strategy, max_steps=2, num_sanity_val_steps=0, callbacks=[LooksTwice()])
-    module = Outside()
-    trainer.fit(module, val_dataloaders=loader(0, 1))
-    trainer.validate(module, loader(0, 1), verbose=False)
+    module: Looking = {"Looking": Looking, "Outside": Outside, "OutsideStages": OutsideStages}[kind]()
+    if data:
+        given = DataThatLooks()
+        trainer.fit(module, datamodule=given)
+        trainer.validate(module, datamodule=given, verbose=False)
+    else:
+        trainer.fit(module, val_dataloaders=loader(0, 1))
+        trainer.validate(module, loader(0, 1), verbose=False)
     return module.found, not any(callable(value) for value in vars(module).values())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -89,6 +89,40 @@ class CentredByCallback(Weighed):
         return [Centre()]
 
 
+class Centring(LightningDataModule):
+    """Data that set the numbers of a batch off against a running mean."""
+
+    mean: Any = 0.0
+
+    def __init__(self, module: Weighed) -> None:
+        super().__init__()
+        self.loader = module.train_dataloader
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader()
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        self.mean = 0.5 * self.mean + 0.5 * batch[2].mean()
+        return [*batch[:2], batch[2] - self.mean]
+
+
+class CentredByData(Weighed):
+    """A data module mixes the samples."""
+
+
+class CentredLater(Weighed):
+    """Mixes the samples of batches that are evaluated."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("validated", self.loss(*batch))
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch[2] = batch[2] - batch[2].mean()
+
+
 class Unlike(Centred):
     """Replicas whose batches are of unlike lengths."""
 
@@ -102,19 +136,21 @@ class Unlike(Centred):
         return DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=cut)
 
 
-SHARED = (Centred, CentredInPlace, Scaled, Counting, CentredByCallback)
-KINDS = {kind.__name__: kind for kind in (*SHARED, Drawing, BySample, Unlike)}
+SHARED = (Centred, CentredInPlace, Scaled, Counting, CentredByCallback, CentredByData)
+KINDS = {kind.__name__: kind for kind in (*SHARED, Drawing, BySample, Unlike, CentredLater)}
 LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (((1, 2), {}), ((2, 2), {"micro_batch_size": 2}))
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Weights after an epoch."""
-    return trained_state(info, layout, arguments, KINDS[kind](), max_epochs=1)
+    module = KINDS[kind]()
+    data = Centring(module) if isinstance(module, CentredByData) else None
+    return trained_state(info, layout, arguments, module, data, max_epochs=1)
 
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize(("layout", "arguments"), LAYOUTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Unlike"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Unlike", "CentredLater")])
 def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
     expected = one_process(train, None, kind, {})
     first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
@@ -127,6 +163,13 @@ def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: 
 def test_batches_that_cannot_be_put_together_are_refused() -> None:
     outcomes = run_trainers(train, (1, 2), "Unlike", {}, devices=2, check=False, grace=20.0)
     assert "of unlike sizes" in re.sub(r"\s+", " ", f"{outcomes[0].error}"), outcomes[0].output
+
+
+@pytest.mark.wide
+def test_hooks_that_mix_the_samples_of_batches_in_evaluation_are_warned_of() -> None:
+    for outcome in run_trainers(train, (1, 2), "CentredLater", {}, devices=2, check=False, grace=20.0)[:1]:
+        said = re.sub(r"\s+", " ", f"{outcome.error} {outcome.output}")
+        assert "`on_validation_batch_start` (" in said and "what depends on the others in it" in said
 
 
 @pytest.mark.wide

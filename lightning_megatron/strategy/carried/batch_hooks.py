@@ -48,7 +48,8 @@ from lightning_megatron.strategy.processes import Processes
 
 _TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _END = "on_train_batch_end"
-_PLACES = {**dict.fromkeys(_TRANSFERS, 0), "on_train_batch_start": 0, _END: 1}
+_STARTS = tuple(f"on_{stage}_batch_start" for stage in ("validation", "test", "predict"))
+_PLACES = {**dict.fromkeys((*_TRANSFERS, "on_train_batch_start", *_STARTS), 0), _END: 1}
 """Hook of a module -> place of the batch among its arguments; a callback's have the Trainer and the module before."""
 _ALWAYS, _AGAIN = 8, 8  # calls of which the 1st, 2nd, 4th and 8th are tried, and factor between later ones
 _OFF = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative, of rows that are computed among others
@@ -82,13 +83,15 @@ class BatchHooks:
     def __init__(self, module: pl.LightningModule, trainer: pl.Trainer, processes: Processes) -> None:
         self._replaced = Replacements()
         steps = {name for each in functions_of(module, "training_step") for name in names_in(each.__code__)}
-        owners: list[tuple[Any, Any]] = [(module, None)]
+        owners: list[tuple[Any, Any]] = [(module, pl.LightningModule)]
         owners += [(callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer))]
+        if (data := getattr(trainer, "datamodule", None)) is not None:
+            owners.append((data, pl.LightningDataModule))
         for owner, parent in owners:
             for name, place in _PLACES.items():
-                if (parent is not None and name in _TRANSFERS) or not is_overridden(name, owner, parent=parent):
+                if not hasattr(parent, name) or not is_overridden(name, owner, parent=parent):
                     continue
-                at = place + 2 * (parent is not None)
+                at = place + 2 * (parent is Callback)
                 if not reads_argument(owner, name, at) or may_run_on_one_rank(owner, name):
                     continue
                 if name == _END and not _shared_names(owner, name, module) & steps:
@@ -114,13 +117,18 @@ class _BatchHook:
     calls: int = 0
     due: int = 1
     of_all: bool = field(default=False)
+    looks: int = 0
+    look_at: int = 1
 
     def wrapped(self) -> Callable[..., Any]:
         """A function to call instead."""
 
         @functools.wraps(self.hook)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if len(args) <= self.place or not self.module.trainer.training:
+            if len(args) <= self.place:
+                return self.hook(*args, **kwargs)
+            if not self.module.trainer.training:
+                self._look(args, kwargs)
                 return self.hook(*args, **kwargs)
             self.calls += 1
             if self.calls == self.due and not self.of_all:
@@ -168,6 +176,35 @@ class _BatchHook:
                 "they send each other their batches before each step."
             )
 
+    def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Warn, in evaluation, of a hook that makes something else of half a batch: replicas may have unlike numbers of
+        batches there, and do not wait for each other.
+        """
+        self.looks += 1
+        if self.looks != self.look_at:
+            return
+        self.look_at *= 2 if self.looks < _ALWAYS else _AGAIN
+        batch = args[self.place]
+        try:
+            half = batch_size_of(batch) // 2
+        except ValueError:
+            return
+        if half == 0:
+            return
+        rows = list(range(half))
+        all_of_it = self._run(args, kwargs, batch)
+        part = self._run(args, kwargs, in_order(whole_copy(batch), rows))
+        if all_of_it.drew or all_of_it.failed or part.failed:
+            return
+        if not _alike(part.batch, kept := in_order(all_of_it.batch, rows)) and _shapes(part.batch) == _shapes(kept):
+            self.look_at = 0
+            rank_zero_warn(
+                f"{self._where} makes of each sample of a batch what depends on the others in it. In evaluation each "
+                f"of the {self.processes.mesh.layout.data} replicas gives it its own samples, as under DDP, where one "
+                "process gives it all. Do it in the data set, for each sample, or pass `whole_batch_loss=False` if "
+                "each replica's own is meant."
+            )
+
     def _differs(self, mine: _Ran, other: _Ran, rows: list[int]) -> bool:
         return not (_alike(mine.batch, in_order(other.batch, rows)) and _alike(mine.written, other.written))
 
@@ -179,7 +216,7 @@ class _BatchHook:
         before, failed, made = _positions(), False, None
         with _drawing_again():
             try:
-                with _without_logs(self.module), traces.weights.noted():
+                with _without_logs(self.module), traces.noted():
                     made = self.hook(*args[: self.place], given, *args[self.place + 1 :], **kwargs)
             except Exception:  # the run that counts raises it, if it is of this replica's samples
                 failed = True
@@ -286,6 +323,10 @@ def _alike(one: Any, other: Any) -> bool:
         others = parts_of(other)
         return len(parts) == len(others) and all(map(_alike, parts, others))
     return is_equal(one, other)
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors_of(value)]
 
 
 def _write_back(batch: Any, rows: Any) -> None:

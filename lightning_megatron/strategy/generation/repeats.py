@@ -56,7 +56,7 @@ class Attempt:
 
     def noting(self) -> AbstractContextManager[None]:
         """Around the step: weights that it writes are taken back too."""
-        return self._traces.weights.noted()
+        return self._traces.noted()
 
     def take_back(self) -> None:
         """Leave the module as it was."""

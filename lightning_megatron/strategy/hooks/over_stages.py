@@ -39,27 +39,13 @@ from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTE
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, TAKES_NUMBERS, tensors_in, writes_in_place
 from lightning_megatron.pipeline.elsewhere.presence import owner_of
 from lightning_megatron.pipeline.stage.stage import Stage
-from lightning_megatron.strategy.hooks.whole_hooks import DOORS, hooks_of
-from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_used
+from lightning_megatron.strategy.going_over import BESIDE_RUNS, are_those, hooks_over_all, schedule_goes_over_all
+from lightning_megatron.strategy.hooks.whole_hooks import DOORS
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _NOTHING = nullcontext()
-_LISTS = ("parameters", "named_parameters", "param_groups", "grad_norm")  # the last one is Lightning's
-_DRAWS = (
-    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "dropout", "init"),
-    *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
-)
-_COUNTS = (
-    *("sum", "norm", "vector_norm", "stack", "cat", "mean", "std", "var", "dot", "max", "min", "any", "all", "sqrt"),
-    *("item", "float", "tolist", "parameters_to_vector", "numel", "isnan", "isinf", "isfinite", "kthvalue", "topk"),
-    *("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "get_total_norm", "grad_norm"),
-)
-_PAIRS = (
-    "zip",
-    "enumerate",
-    "vector_to_parameters",
-)  # each parameter with what is kept of it, or of its copy, by place
-_OF_OWN = ("state", "state_dict", "add_param_group", "unfreeze_and_add_param_group", "deepcopy")  # of a stage's own
+_SCHEDULES = "lr_scheduler_step"
 _READS = frozenset(
     (
         *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"),
@@ -96,26 +82,63 @@ class OverStages:
         self.running: StageNumbers | None = None
         self._noted: Any = WeakIdKeyDictionary()
         self._replaced = Replacements()
-        self._found: list[tuple[Any, str]] = []
+        self._doors = (trainer.strategy, DOORS), (precision, ("clip_gradients",))
+        self._found, self._lists = list[tuple[Any, str]](), True
         if stage.presence.copies or not module.automatic_optimization:
+            self._lists = False
             return  # a copy is listed beside its source, and a step by hand lists what is here
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         owners = ((module, None), *others)
-        self._found = [(owner, hook) for owner, parent in owners for hook in _hooks_over_all(owner, parent)]
-        for owner, names in ((trainer.strategy, DOORS), (precision, ("clip_gradients",))) if self._found else ():
+        self._found = [(owner, hook) for owner, parent in owners for hook in hooks_over_all(owner, parent, module)]
+        if self._found:
+            self._open_doors(self._replaced)
+
+    def _open_doors(self, replaced: Replacements) -> None:
+        for owner, names in self._doors:
             for name in names:
                 if hasattr(owner, name):
-                    self._replaced.call(owner, name, self.local(getattr(owner, name)))
+                    replaced.call(owner, name, self.local(getattr(owner, name)))
 
     def install(self) -> None:
         """Take the place of the hooks, where nothing else does."""
         for owner, hook in self._found:
-            self._replaced.call(owner, hook, self.entered(owner, hook))
+            if hook not in BESIDE_RUNS:
+                self._replaced.call(owner, hook, self.entered(owner, hook))
+        if (self._module, _SCHEDULES) not in self._found:
+            self._replaced.call(self._module, _SCHEDULES, self.entered(self._module, _SCHEDULES))
+
+    def alone(self, owner: Any, name: str) -> Callable[..., Any]:
+        """A hook that Lightning calls while no run is under way, and this rank's doors are closed."""
+        listing = self.entered(owner, name)
+
+        @functools.wraps(listing)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with Replacements() as doors:
+                self._open_doors(doors)
+                return listing(*args, **kwargs)
+
+        return alone
 
     def entered(self, owner: Any, hook: str) -> Callable[..., Any]:
         """A hook, which is given the parameters of all stages if it goes over them."""
         own: Callable[..., Any] = getattr(owner, hook)
-        return self._listing_all(own, hook) if any(o is owner and h == hook for o, h in self._found) else own
+        if any(o is owner and h == hook for o, h in self._found):
+            return self._listing_all(own, hook)
+        return self._scheduling(own) if hook == _SCHEDULES and owner is self._module and self._lists else own
+
+    def _scheduling(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """``lr_scheduler_step``: Lightning's steps a scheduler, which may be the user's."""
+        listing = self._listing_all(own, _SCHEDULES)
+
+        @functools.wraps(own)
+        def stepping(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not schedule_goes_over_all(scheduler):
+                return own(scheduler, *args, **kwargs)
+            with Replacements() as doors:
+                self._open_doors(doors)
+                return listing(scheduler, *args, **kwargs)
+
+        return stepping
 
     def local(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of this package that hooks may call and that works on this stage's parameters."""
@@ -171,7 +194,7 @@ class OverStages:
                 continue
             listed = [[here[name] if name in here else self._elsewhere(name) for name in group] for group in names]
             groups = list(zip(optimizer.param_groups, listed, strict=False))
-            if len(groups) == len(optimizer.param_groups) and all(_are_those(group, own) for group, own in groups):
+            if len(groups) == len(optimizer.param_groups) and all(are_those(group, own) for group, own in groups):
                 found += groups
         return found
 
@@ -358,31 +381,6 @@ class StageNumbers(TorchFunctionMode):
             "made of each parameter by itself, such as norms and sums, may meet. A copy that follows a network is kept "
             "on every stage where it is frozen (`requires_grad_(False)`). Or use `pipeline_parallel_size=1`."
         )
-
-
-def _hooks_over_all(owner: Any, parent: type | None) -> list[str]:
-    """Hooks that may take numbers from all parameters, draw for each of them, or find what is kept of it by its place;
-    where one does so, all hooks of an owner, which may keep it.
-    """
-    hooks = {hook: names_used(owner, hook) for hook in hooks_of(owner, parent)}
-    listing = {hook: names for hook, names in hooks.items() if _lists_all(hook, names)}
-    pairs = any(not names.isdisjoint(_PAIRS) for names in listing.values())
-    return [hook for hook, names in listing.items() if pairs or not names.isdisjoint((*_DRAWS, *_COUNTS))]
-
-
-def _lists_all(hook: str, names: set[str]) -> bool:
-    """Whether a hook lists parameters, and may be given those of all stages. ``optimizer_step``, in which steps run, is
-    given them where it pairs those of a network and of its copy, and not for a line that sets a learning rate.
-    """
-    pairs = hook == "optimizer_step" and "zip" in names and not names.isdisjoint(_LISTS[:2])
-    whole = hook.startswith("on_") or hook == "configure_gradient_clipping" or pairs
-    return whole and not names.isdisjoint(_LISTS) and names.isdisjoint(_OF_OWN)
-
-
-def _are_those(group: Mapping[str, Any], everywhere: list[Tensor]) -> bool:
-    """Whether a group of an optimizer has those of some parameters that are here, and no other."""
-    kept = [id(p) for p in group["params"] if type(p) is not Absent]
-    return kept == [id(p) for p in everywhere if type(p) is not Absent]
 
 
 def _with_numbers(value: Any, numbers: Mapping[int, Tensor]) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,10 +46,13 @@ from lightning_megatron.strategy.hooks.served_calls import ServedCalls
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
+_SCHEDULES = "lr_scheduler_step"
 _OTHER_HOOKS = (
-    *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    _SCHEDULES,
+    *("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
     "transfer_batch_to_device",
 )
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = tuple(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict"))
 _LEFT_ALONE = ("on_exception", "on_gpu")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -127,11 +130,13 @@ class WholeHooks:
         others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(trainer)))
         given = getattr(trainer, "datamodule", None)
         loads = [(owner, name) for owner in (module, given) if owner is not None for name in loaders_of(owner)]
+        loads += [(given, name) for name in _TRANSFERS if given is not None and is_overridden(name, given)]
         hooks = [(owner, hook) for owner, parent in ((module, None), *others) for hook in hooks_of(owner, parent)]
-        for owner, hook in (*hooks, *loads):
+        schedules = [] if has_other_method(module, _SCHEDULES) else [(module, _SCHEDULES)]  # may step one of the user's
+        for owner, hook in dict.fromkeys((*hooks, *loads, *schedules)):
             seeing = self._seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
             self._replaced.call(owner, hook, seeing)
-        self._trainer, self._precision, self._beside = trainer, precision, Replacements()
+        self._trainer, self._precision = trainer, precision
         self._open_doors(self._replaced)
 
     def _open_doors(self, replaced: Replacements) -> None:
@@ -141,31 +146,8 @@ class WholeHooks:
                     door = self.local(getattr(owner, name))
                     replaced.call(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
 
-    def show_beside(self, names: Sequence[str]) -> None:
-        """Show whole tensors to hooks that Lightning calls before a run of the divided module, or behind it.
-
-        Args:
-            names: of the hooks; they see the module as it is again once the last of the module's own has run.
-        """
-        self._beside.take_back()
-        others = ((callback, Callback) for callback in foreign_callbacks(callbacks_of(self._trainer)))
-        for owner, parent in (*others, (self._module, pl.LightningModule)):
-            for name in names:
-                if not has_other_method(owner, name) and is_overridden(name, owner, parent=parent):
-                    self._beside.call(owner, name, self._alone(getattr(owner, name), may_run_on_one_rank(owner, name)))
-        last = getattr(self._module, names[-1])
-
-        @functools.wraps(last)
-        def ending(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return last(*args, **kwargs)
-            finally:
-                self._beside.take_back()
-
-        self._beside.call(self._module, names[-1], ending)
-
-    def _alone(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
-        """A hook that runs while no run is under way, and this rank's doors are closed."""
+    def alone(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
+        """A hook that Lightning calls while no run is under way, and this rank's doors are closed."""
         seeing = self._seeing(hook, serves)
 
         @functools.wraps(hook)
@@ -241,7 +223,6 @@ class WholeHooks:
 
     def remove(self) -> None:
         """Give hooks and methods back."""
-        self._beside.take_back()
         self._layers.remove()
         self.steps.close()
         self._replaced.take_back()

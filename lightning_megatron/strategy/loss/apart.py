@@ -121,7 +121,7 @@ class AroundTrial:
     def _alone(self, batch: Any, *writes: set[Name]) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-            with self._traces.weights.noted(), eager:
+            with self._traces.noted(), eager:
                 return map_tensors(self._call(whole_copy(batch)), torch.detach)
         finally:
             with torch._C.DisableTorchFunction():  # a step that is watched must not read what other stages have

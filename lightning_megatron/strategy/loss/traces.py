@@ -25,6 +25,7 @@ from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, i
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.hooks.kept_values import reads_first
 from lightning_megatron.strategy.logs.weight_writes import WeightWrites
+from lightning_megatron.strategy.loss.muted_loggers import muted
 from lightning_megatron.strategy.loss.tables import (
     NOT_USERS,
     NUMBERS,
@@ -88,6 +89,12 @@ class Traces:
         self._beside, self._appended = beside, appended_names(type(module)) if beside else ()
         self._entries = assigned_names(type(module)) if beside else set()
         self.buffers = {(table.name, key) for table, kept in self._kept if table.buffers for key in kept.values}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around a run of code that is undone: which weights it writes is noted, and loggers hear nothing of it."""
+        with muted(self.module), self.weights.noted():
+            yield
 
     def lasting(self, names: Collection[Name]) -> set[Name]:
         """Names that later steps read: buffers, and those of ``names`` that the code of their modules reads first;

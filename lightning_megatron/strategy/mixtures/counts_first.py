@@ -167,7 +167,7 @@ class CountsFirst:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
             self.at(index)
             try:
-                with context.recording.aside(), traces.weights.noted(), eager:
+                with context.recording.aside(), traces.noted(), eager:
                     return map_tensors(call(whole_copy(part)), torch.detach)
             finally:
                 self.at(None)

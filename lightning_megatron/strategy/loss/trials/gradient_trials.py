@@ -169,7 +169,7 @@ class GradientTrial:
 
     def _step(self, call: Callable[[Any], Any], piece: Any, index: int) -> Any:
         eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-        weights = self._traces.weights.noted()
+        weights = self._traces.noted()
         self._at(index)
         with torch._C.DisableTorchFunction():
             self._traces.put_back()  # what the run for other layers of this rank has left

@@ -204,7 +204,7 @@ class Tried:
     def __call__(self, part: Any, index: int) -> Any:
         try:
             eager = torch.compiler.set_stance("force_eager")  # a layer first compiled here would stay uncompiled later
-            weights = self.traces.weights.noted()
+            weights = self.traces.noted()
             recording = self._recording.step(self._counts_as)
             with recording as recorder, self.kept.of(index), self.draws.run(index), self._around, weights, eager:
                 self.recorders[index] = recorder
