@@ -50,11 +50,11 @@ class Speaking(Task):
     def train_dataloader(self) -> DataLoader[Any]:
         return dealt(self, TensorDataset(*tokens(BATCH * STEPS)))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
         assert isinstance(self.logger, Listening)
-        self.logger.log_metrics({"own": float(loss.detach())}, batch_idx)
-        return loss
+        self.logger.log_metrics({"own": float(output["loss"].detach())}, batch_idx)
+        return output
 
 
 class OfModule(torch.nn.Module):
