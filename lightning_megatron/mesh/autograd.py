@@ -22,6 +22,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_graph(tensor: Tensor) -> bool:
+    """Whether a tensor was computed with a graph; one that was made and written without one is not to be asked."""
+    return torch.is_grad_enabled() and tensor.grad_fn is not None
+
+
 def graph_behind(nodes: Iterable[Any], stops: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """The nodes of an autograd graph from which ``nodes`` were computed, each once, with ``nodes`` themselves.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron.strategy.carried.rows_of_samples import sample_dims
+from lightning_megatron.strategy.carried.rows_of_samples import are_own_rows, sample_dims
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
 from tests.strategy.loss_modules import BATCH, STEPS, Task, dealt, tokens
@@ -51,7 +52,15 @@ class OfTwo(Recurrent):
         return tuple(each.detach() for each in state)
 
 
-KINDS = {kind.__name__: kind for kind in (Recurrent, OfTwo)}
+class Shared(Recurrent):
+    """Each sample goes on from the mean of all."""
+
+    def detached(self, state: Any) -> Any:
+        return state.detach().mean(1, keepdim=True).expand_as(state).contiguous()
+
+
+SHARED = Shared.__name__
+KINDS = {kind.__name__: kind for kind in (Recurrent, OfTwo, Shared)}
 
 
 def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -61,12 +70,30 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != SHARED])
 def test_weights_are_those_of_one_process(kind: str, layout: Layout) -> None:
     expected = one_process(train, None, kind, {})
     arguments = {"micro_batch_size": "auto" if layout[0] == 1 else 2}
     first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
     assert not list(differences("weights", first.value, expected, 1e-9)), first.output
+
+
+@pytest.mark.wide
+def test_rows_that_are_made_of_all_samples_are_refused() -> None:
+    for outcome in run_trainers(
+        train, (1, 2), SHARED, {"micro_batch_size": "auto"}, devices=2, check=False, grace=20.0
+    ):
+        said = re.sub(r"\s+", " ", str(outcome.error))
+        assert "writes `state` from the samples of a batch and goes on from it, and the replicas cannot" in said
+
+
+def test_rows_are_those_of_the_whole_or_mixed() -> None:
+    rows = torch.arange(8.0).view(1, 4, 2)
+    halves = [rows[:, :2], rows[:, 2:]]
+    assert are_own_rows(halves, rows, 1)
+    assert not are_own_rows(halves, rows.mean(1, keepdim=True).expand_as(rows), 1)
+    assert are_own_rows([(each, each) for each in halves], (rows, rows), (1, 1))
+    assert not are_own_rows([(each, each) for each in halves], (rows, rows + 1), (1, 1))
 
 
 def test_samples_lie_where_lengths_add_up() -> None:

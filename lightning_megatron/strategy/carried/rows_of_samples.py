@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_megatron.mesh.draws.global_rows import Rows
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.loss.tables import Name, Table
 
+_OFF = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative, of rows that are computed among others
 Dims = int | tuple[int, ...]
 """The dim of a tensor along which samples lie: 1 in the state ``[layers, batch, hidden]`` of torch's recurrent layers.
 Of a tuple of tensors, such as an LSTM's, that of each.
@@ -47,6 +48,23 @@ def sample_dims(parts: Sequence[Any], whole: Any) -> Dims | None:
         if len(shapes) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
             return dim
     return None
+
+
+def are_own_rows(parts: Sequence[Any], whole: Any, dims: Dims) -> bool:
+    """Whether the rows that the parts of a batch leave are those that the whole leaves, but for rounding.
+
+    Args:
+        parts: what each leaves.
+        whole: what all of them leave at once.
+        dims: where the samples lie.
+    """
+    if not isinstance(dims, int):
+        return all(are_own_rows(each[:-1], each[-1], dim) for *each, dim in zip(*parts, whole, dims, strict=True))
+    together = torch.cat([part.detach() for part in parts], dims).to(whole)
+    if not together.is_floating_point():
+        return bool(torch.equal(together, whole))
+    off = _OFF.get(whole.dtype, 5e-2)
+    return bool(torch.allclose(together, whole.detach(), rtol=off, atol=off * float(whole.detach().abs().max())))
 
 
 class RowsOfPieces:
@@ -91,12 +109,23 @@ class KeptRows:
         h + self.last                  sample 5 of a batch finds what sample 5 of the batch before has left
         h + self.last.mean(0)          every sample finds something of all others
 
+    Rows that are made of those of other samples (``self.last = h.mean(0).expand_as(h)``) are no state of each: a trial
+    in which each part had its own rows finds others in the whole, and they are a number of the batch from then on.
+
     Attributes:
         places: name of a value -> its table and key, and where in it the samples lie.
+        mixed: names of values that have a row for each sample, made of other samples too.
     """
 
     def __init__(self) -> None:
         self.places: dict[Name, tuple[Table, Any, Dims]] = {}
+        self.mixed = set[Name]()
+
+    def note_mixed(self, names: Iterable[Name]) -> None:
+        """Take note of values whose rows are made of other samples too: they are cut no more."""
+        for name in names:
+            self.mixed.add(name)
+            self.places.pop(name, None)
 
     def learn(self, found: Mapping[Name, tuple[Table, Any, Dims]]) -> None:
         """Take note of values that have a row for each sample."""

@@ -263,19 +263,19 @@ class OverReplicas:
         """
         return self.kept.of(joins.rows(), of.size, joins.first, self.group, of.borrowed)
 
-    def learn_rows(self, tried: Tried, lasting: Collection[Name]) -> set[Name]:
-        """Take note of values that have a row for each sample, of those that a trial has written.
+    def learn_rows(self, tried: Tried, lasting: set[Name]) -> set[Name]:
+        """Take note of values that have a row for each sample, of those that a trial has written; gives their names.
 
         Args:
             tried: the trial.
             lasting: values that a later step reads.
-
-        Returns:
-            Their names.
         """
         dims = {n: where for n in tried.changes(0) if n in lasting and (where := tried.sample_dims(n)) is not None}
+        if dims.keys() <= set(tried.kept.names):  # else rows may be others as those of another value were not cut yet
+            self.kept.note_mixed(tried.mixed_rows())
+        dims = {name: where for name, where in dims.items() if name not in self.kept.mixed}
         self.kept.learn({n: (*at, dims[n]) for n, at in zip(dims, tried.traces.tables(list(dims)), strict=True)})
-        self.carried.rows |= dims.keys()
+        self.carried.rows = (self.carried.rows | dims.keys()) - self.kept.mixed
         return set(dims)
 
     def say(

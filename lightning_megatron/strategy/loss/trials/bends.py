@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatron.mesh.autograd import graph_behind
+from lightning_megatron.mesh.autograd import graph_behind, in_graph
 from lightning_megatron.mesh.batches import tensors_of
 from lightning_megatron.mesh.nested import on_filler
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller
@@ -129,9 +129,9 @@ class Bends(TorchFunctionMode):
         found = func(*args, **kwargs)
         if on_filler:
             return found
-        if func in _BEND and isinstance(found, Tensor) and found.grad_fn is not None:
+        if func in _BEND and isinstance(found, Tensor) and in_graph(found):
             self._note(func, found, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
-        elif isinstance(found, Tensor) and found.grad_fn is not None and found.ndim > 1 and func not in METADATA:
+        elif isinstance(found, Tensor) and in_graph(found) and found.ndim > 1 and func not in METADATA:
             self._note_pairs(func, found, args)
         elif func in ORDERS and isinstance(found, Tensor) and found.numel() == 1:
             self._note_compared(func, found, args)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_megatron.mesh.autograd import graph_behind
+from lightning_megatron.mesh.autograd import graph_behind, in_graph
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_library
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, line_of_frame
 from lightning_megatron.strategy.loss.trials.calls_seen import (
@@ -186,10 +186,10 @@ class Counting:
         if begins and func in _TABLES and self._looks_up(func, found, args):
             self._asked[found] = Asked(called_at(func), found.numel(), number_of(args[func not in _IS_IN]) + 1.0)
             return found
-        if begins and func in _MEANS and isinstance(found, Tensor) and found.grad_fn is not None:
+        if begins and func in _MEANS and isinstance(found, Tensor) and in_graph(found):
             self.nodes.append((found.grad_fn, Asked(called_at(func), found.numel(), number_of_floats(given))))
         into = args[0] if found is None else found
-        if func in _PUT_BACK and into.grad_fn is not None and any(self._known(given)):
+        if func in _PUT_BACK and in_graph(into) and any(self._known(given)):
             self._put_back.append(into.grad_fn)
             given = [each for each in (args[0], args[-1]) if self._rows_of(each) < 0]  # and not the numbers of rows
         asked = of_all(list(self._known(given)))
@@ -213,9 +213,9 @@ class Counting:
         if func not in _CHOICE and not all(self._rows_of(each) == len(found) for each in rows):
             return False
         choice = self._rows[found] = ChosenRows(asked)
-        if found.grad_fn is not None:
+        if in_graph(found):
             self._choices.append((found.grad_fn, choice))
-        return found.grad_fn is not None
+        return in_graph(found)
 
     def _rows_of(self, given: Any) -> int:
         """How many chosen rows there are; -1 where none were chosen."""
@@ -232,7 +232,7 @@ class Counting:
             for made in tensors_among([found]):
                 if made.shape[:1] == tensor.shape[:1]:
                     self._rows[made] = choice
-                elif made.grad_fn is not None:
+                elif in_graph(made):
                     choice.lost = True
 
     def _note_answered(self, args: tuple[Any, ...]) -> None:
@@ -287,7 +287,7 @@ class Counting:
     def _rows_of_mask(self, found: Any, tensors: Sequence[Tensor]) -> Tensor | None:
         """A mask of rows that is found of one of integers, such as whether each has any; ``None`` for anything else."""
         rows = found[0] if isinstance(found, tuple) else found
-        if not isinstance(rows, Tensor) or not rows.ndim or not rows.numel() or rows.grad_fn is not None:
+        if not isinstance(rows, Tensor) or not rows.ndim or not rows.numel() or in_graph(rows):
             return None
         floats = any(not known.masks for known in self._known(tensors))
         if floats or not any(map(self.seen.is_followed, tensors)):
@@ -323,7 +323,7 @@ class Counting:
 
     def _follow(self, asked: Asked, found: Any) -> None:
         for tensor in tensors_among([found]):
-            if tensor.grad_fn is not None:
+            if in_graph(tensor):
                 self.nodes.append((tensor.grad_fn, asked))
             else:
                 self._asked[tensor] = asked._replace(entries=min(asked.entries, tensor.numel()))

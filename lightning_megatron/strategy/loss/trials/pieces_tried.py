@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -22,7 +22,13 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
-from lightning_megatron.strategy.carried.rows_of_samples import NOTHING_KEPT, Dims, RowsOfPieces, sample_dims
+from lightning_megatron.strategy.carried.rows_of_samples import (
+    NOTHING_KEPT,
+    Dims,
+    RowsOfPieces,
+    are_own_rows,
+    sample_dims,
+)
 from lightning_megatron.strategy.carried.step_stores import defaults_of, is_stored, stored_behind_counts
 from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
@@ -317,11 +323,25 @@ class Tried:
 
     def sample_dims(self, name: Name) -> Dims | None:
         """Dims in which a value that is written has a row for each sample, in a part as in the whole; or ``None``."""
-        found = set[Dims | None]()
+        found = {sample_dims(parts, whole) for parts, whole in self._left(name)}
+        return found.pop() if len(found) == 1 else None
+
+    def mixed_rows(self) -> list[Name]:
+        """Values of which each part had its own rows, and leaves others than the whole; none where some are drawn."""
+        if self.draws.any or self.draws.apart:
+            return []
+        dims = {name: self.sample_dims(name) for name in self.kept.names}
+        return [
+            name
+            for name, where in dims.items()
+            if where is not None and not all(are_own_rows(parts, whole, where) for parts, whole in self._left(name))
+        ]
+
+    def _left(self, name: Name) -> Iterator[tuple[list[Any], Any]]:
+        """Values that the parts of each join leave under a name, and the one that the whole of it leaves."""
         for both, pair in self._pieces.joins.items():
             *parts, whole = (self._changes[piece].get(name, (None, None))[1] for piece in (*pair, both))
-            found.add(sample_dims(parts, whole))
-        return found.pop() if len(found) == 1 else None
+            yield parts, whole
 
     def turn(self, name: Name, layers: Sequence[str]) -> int | None:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its
