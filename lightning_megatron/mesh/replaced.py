@@ -14,6 +14,7 @@ process unpickles, gets the method of its own class in that place.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,18 @@ def _write(owner: Any, name: str, value: Any) -> None:
         del owner.__dict__[name]
     else:
         owner.__dict__[name] = value
+
+
+def around_calls(function: Callable[..., Any], replace: Callable[[Replacements], None]) -> Callable[..., Any]:
+    """``function``, around each of whose calls the attributes are replaced that ``replace`` puts."""
+
+    @functools.wraps(function)
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        with Replacements() as replaced:
+            replace(replaced)
+            return function(*args, **kwargs)
+
+    return calling
 
 
 def own_method(owner: Any, name: str) -> Any:

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, module_of
-from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.mesh.replaced import Replacements, around_calls
 from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES, Absent
 from lightning_megatron.pipeline.elsewhere.away import LARGEST, TAKES_NUMBERS, tensors_in, writes_in_place
@@ -109,15 +109,7 @@ class OverStages:
 
     def alone(self, owner: Any, name: str) -> Callable[..., Any]:
         """A hook that Lightning calls while no run is under way, and this rank's doors are closed."""
-        listing = self.entered(owner, name)
-
-        @functools.wraps(listing)
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            with Replacements() as doors:
-                self._open_doors(doors)
-                return listing(*args, **kwargs)
-
-        return alone
+        return around_calls(self.entered(owner, name), self._open_doors)
 
     def entered(self, owner: Any, hook: str) -> Callable[..., Any]:
         """A hook, which is given the parameters of all stages if it goes over them."""
@@ -128,15 +120,12 @@ class OverStages:
 
     def _scheduling(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """``lr_scheduler_step``: Lightning's steps a scheduler, which may be the user's."""
-        listing = self._listing_all(own, _SCHEDULES)
+        listing = around_calls(self._listing_all(own, _SCHEDULES), self._open_doors)
 
         @functools.wraps(own)
         def stepping(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not schedule_goes_over_all(scheduler):
-                return own(scheduler, *args, **kwargs)
-            with Replacements() as doors:
-                self._open_doors(doors)
-                return listing(scheduler, *args, **kwargs)
+            each = listing if schedule_goes_over_all(scheduler) else own
+            return each(scheduler, *args, **kwargs)
 
         return stepping
 

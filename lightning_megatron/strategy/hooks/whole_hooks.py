@@ -35,7 +35,7 @@ from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
 from lightning_megatron.mesh.messages.further_groups import further_group
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import LIGHTNING, PACKAGE, comes_from, is_users
-from lightning_megatron.mesh.replaced import Replacements, has_other_method
+from lightning_megatron.mesh.replaced import Replacements, around_calls, has_other_method
 from lightning_megatron.mesh.torch_functions import subclasses_of
 from lightning_megatron.parallelize import ParallelReport
 from lightning_megatron.parallelize.swap.hooks_on_tokens import refuse_gradients
@@ -148,15 +148,7 @@ class WholeHooks:
 
     def alone(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         """A hook that Lightning calls while no run is under way, and this rank's doors are closed."""
-        seeing = self._seeing(hook, serves)
-
-        @functools.wraps(hook)
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            with Replacements() as doors:
-                self._open_doors(doors)
-                return seeing(*args, **kwargs)
-
-        return alone
+        return around_calls(self._seeing(hook, serves), self._open_doors)
 
     def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         name = getattr(hook, "__name__", "closure")
