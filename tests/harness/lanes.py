@@ -54,26 +54,38 @@ class SideBySide:
 
     Args:
         lanes: how many processes run tests at the same time.
-        before: called once before the lanes are forked, to make what they share.
+        before: called once before the lanes are forked, to make what they share; beside the collection of whole suites.
     """
 
     def __init__(self, lanes: int, before: Callable[[], None] | None = None) -> None:
         self.lanes, self.before = lanes, before
         self.context = multiprocessing.get_context("fork")
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Begins what lanes share, which takes as long as the collection of all tests does, on another processor."""
+        named = session.config.args_source is pytest.Config.ArgsSource.ARGS  # few tests, maybe none that needs it
+        if not named and not self._in_this_process(session.config.option):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        if self.before is not None:
+            self.before()
+            self.before = None
+
+    def _in_this_process(self, options: Any) -> bool:
+        return bool(options.collectonly or options.usepdb or options.capture == "no" or self.lanes < 2)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Runs everything, or leaves it to pytest's own loop where there is little to gain."""
         options = session.config.option
-        collected_badly = session.testsfailed and not options.continue_on_collection_errors
-        if options.collectonly or options.usepdb or options.capture == "no" or collected_badly:
+        if options.collectonly or (session.testsfailed and not options.continue_on_collection_errors):
             return None
         gc.collect()
         gc.freeze()  # what is imported and collected by now stays
-        if self.lanes < 2 or len(session.items) < FEWEST:
+        if self._in_this_process(options) or len(session.items) < FEWEST:
             return None
-        if self.before is not None:
-            self.before()
+        self._prepare()
         together, alone = bundles(session.items)
         for queue, lanes in ((together, self.lanes), (alone, 1)):
             _Queue(session, queue, lanes, self.context).run()
