@@ -231,6 +231,52 @@ class Textbook(nn.Module):
         return self.head(x)
 
 
+class Masked(nn.Module):
+    """A masked language model whose own step calls its parts: the decoder, tied to the table, is part of no run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.decoder = Worded(), nn.Linear(32, VOCABULARY)
+        self.decoder.weight = self.body.embed.weight
+
+
+class Worded(nn.Module):
+    """Embedding, layers and a head, which others do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList([ImageBlock(32, 4) for _ in range(2)])
+
+    def states(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.states(ids))
+
+
+class Lent(nn.Module):
+    """A layer that makes keys and values, or is given those of an earlier one.
+
+    Args:
+        makes: whether it makes them.
+    """
+
+    def __init__(self, *, makes: bool) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.kv = nn.Linear(32, 64) if makes else None
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, lent: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        keys, values = lent if self.kv is None else self.kv(x).chunk(2, -1)  # type: ignore[misc]
+        x = x + self.out(F.scaled_dot_product_attention(self.query(x), keys, values))
+        return x + self.down(F.gelu(self.up(x))), (keys, values)
+
+
 class Routed(nn.Module):
     """A layer with an MLP for every layer of the model, of which it runs its own."""
 

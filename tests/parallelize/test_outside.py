@@ -38,6 +38,7 @@ from tests.parallelize.models_leaky import (
     TrainingNorm,
     WritesResidual,
 )
+from tests.parallelize.models_own import Lent, Masked
 
 REASONS = {
     ScaledAttention: "acts inside it and outside",
@@ -71,6 +72,17 @@ def test_weights_that_are_used_without_calling_their_layers_are_not_split():
     plan = {"mlp.0": "colwise", "mlp.2": "rowwise"}
     with pytest.raises(ValueError, match=r"'block\.mlp\.0' cannot be 'colwise': a parameter of it is used by code"):
         explain(Penalised(), 2, plan)
+
+
+def test_an_embedding_stays_whole_whose_weight_is_that_of_a_layer_in_no_run():
+    split = {row.name for row in explain(Masked(), 2).rows}
+    assert "body.layers.0.attn.qkv" in split
+    assert not split & {"body.embed", "decoder"}
+
+
+def test_layers_that_need_what_an_earlier_one_gives_stay_whole_where_layers_run_alone():
+    module = nn.ModuleDict({"layers": nn.ModuleList([Lent(makes=number % 2 == 0) for number in range(4)])})
+    assert {row.name.split(".")[1] for row in explain(module, 2).rows} == {"0", "2"}
 
 
 def test_layer_whose_input_is_read_inside_its_region_is_not_split():

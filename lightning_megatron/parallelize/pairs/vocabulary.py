@@ -22,7 +22,7 @@ def vocabulary_heads(module: nn.Module, styles: Mapping[str, Style], trace: Trac
     }
     largest = max((m.num_embeddings for m in tables), default=0)
     named = {id(m) for m in output_embeddings(module)}
-    heads, exposed = set(), used_directly(module, trace)
+    heads, exposed = set(), used_directly(module, trace) | _held_whole(module, styles, trace)
     for name, part in module.named_modules():
         if not is_linear(part):
             continue
@@ -46,7 +46,7 @@ def split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
     """
     weights = {id(module.get_submodule(name).get_parameter("weight")) for name in blueprint.heads}
     sizes = {linear_sizes(module.get_submodule(name))[1] for name in blueprint.heads}
-    exposed = used_directly(module, blueprint.trace)
+    exposed = used_directly(module, blueprint.trace) | _held_whole(module, blueprint.styles, blueprint.trace)
     if blueprint.source in ("argument", "drop-in layers"):
         sizes = set()
     for name in blueprint.heads:
@@ -60,6 +60,18 @@ def split_vocabulary(module: nn.Module, blueprint: Blueprint) -> None:
         read = blueprint.trace is None or name in blueprint.trace.calls
         if tied or (read and part.num_embeddings in sizes and _first_of_size(module, part)):
             blueprint.styles[name] = Style.EMBEDDING_ROWWISE
+
+
+def _held_whole(module: nn.Module, styles: Mapping[str, Style], trace: Trace | None) -> set[int]:
+    """Ids of the weights of linear layers that no run has reached and no plan names: they stay whole, and so must an
+    embedding that shares one (the decoder of a masked language model, tied to its encoder's table).
+    """
+    met = set() if trace is None else trace.calls.keys() | trace.sources.keys()
+    return {
+        id(part.get_parameter("weight"))
+        for name, part in module.named_modules()
+        if trace is not None and is_linear(part) and name not in met and not styles.get(name, Style.REPLICATE).is_column
+    }
 
 
 def _first_of_size(module: nn.Module, part: nn.Embedding) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,13 +129,20 @@ def _check_taken(part: nn.Module, example: Example) -> None:
 
 
 def _with_siblings(module: nn.Module, example: Example, found: Trace) -> Trace:
-    """If only a single layer of a list could be run, run the other layers of the list on the same input as well."""
+    """If only a single layer of a list could be run, run the other layers of the list on the same input as well.
+
+    Those that need more, such as keys and values of an earlier layer, stay unknown.
+    """
     prefix = parent(example.name)
     if not leaf_of(example.name).isdigit():
         return found
     names = [f"{prefix}.{n}" if prefix else n for n, _ in module.get_submodule(prefix).named_children()]
-    others = [Example(name, example.args, example.kwargs) for name in names if name != example.name]
-    return _join([found, _merge(module, others)])
+    traces = [found]
+    for name in names:
+        if name != example.name:
+            with suppress(Exception):  # as for a guess
+                traces.append(_merge(module, [Example(name, example.args, example.kwargs)]))
+    return _join(traces)
 
 
 def _merge(module: nn.Module, examples: list[Example]) -> Trace:
