@@ -87,6 +87,52 @@ class Shared(Noted):
         return self.head(x)
 
 
+class Stem(nn.Module):
+    """Runs before the layers alone, as one part: embeds, follows statistics, and counts its calls in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, HIDDEN), nn.BatchNorm1d(HIDDEN)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.count += 1
+        if self.training:
+            self.calls += 1
+        return self.norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+
+
+class NormedBlock(Block):
+    """Keeps its batch whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Stemmed(nn.Module):
+    """Layers behind a stem.
+
+    Args:
+        block: makes a layer.
+    """
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.stem, self.head = Stem(), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList([block() for _ in range(4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.stem(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Penalised(TokenTask):
     """Adds to the loss what ``state_dict`` lists of a layer, or counts its entries."""
 
@@ -124,6 +170,8 @@ NETS: dict[str, Any] = {
     "norm_around": lambda: _norm("plain", 0, 4),
     "norm_everywhere": lambda: _norm("affine", 0, 1, 2, 3),
     "norm_shared": Shared,
+    "stem": lambda: Stemmed(Block),
+    "stem_whole": lambda: Stemmed(NormedBlock),
 }
 
 
@@ -135,4 +183,5 @@ def train(info: RankInfo, layout: Layout | None, arguments: Mapping[str, Any], n
     trainer = trainer_for(info, layout, arguments, max_epochs=1)
     trainer.fit(module)
     state = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
-    return {name: value.clone() for name, value in state.items()}
+    counts = {f"{name}.count": torch.tensor(m.count) for name, m in module.named_modules() if isinstance(m, Stem)}
+    return {name: value.clone() for name, value in state.items()} | counts

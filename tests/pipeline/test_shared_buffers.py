@@ -20,6 +20,8 @@ QUICK = {
     ("affine_between", "one"),
     ("assigned", "interleaved"),
     ("lagging_between", "one"),
+    ("stem", "one"),
+    ("stem_whole", "zb-v"),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {"one": {}, "zb-v": ZBV, "interleaved": INTERLEAVED}
 

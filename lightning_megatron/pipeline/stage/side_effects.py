@@ -120,7 +120,7 @@ class SideEffects:
         """
         ends = self._bounds[1] == self._last
         for layer, change in reversed(self._changes):
-            repeats = layer in self._ran and not self._bounds[0] <= layer < self._bounds[1]
+            repeats = layer in self._ran and not self._runs_now(layer)
             if ends and repeats and change.kind == "set" and change.is_kept:
                 if change.is_of_micro_batch:
                     self._lent.append(change)
@@ -129,6 +129,10 @@ class SideEffects:
                 self.final.note_taken_back(change)
                 change.take_back()
         self._changes = []
+
+    def _runs_now(self, index: int) -> bool:
+        """Whether a layer, or a part before the layers, is one that this virtual stage runs."""
+        return self._bounds[0] <= index < self._bounds[1] if index < self._last else self._bounds[0] == 0
 
     def around(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call layer ``index`` by ``run`` and note its side effects."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of, map_tensors
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.strategy.logs.batch_writes import BatchWrites
 from lightning_megatron.strategy.logs.combining import counts_for
 from lightning_megatron.strategy.logs.metrics import Shares
@@ -95,11 +96,12 @@ class RecordedAround:
         reaches_end: bool,
         batches: BatchWrites,
         weights: WrittenInRuns,
+        once: Parts,
     ) -> None:
         self._batches, self._weights_written = batches, weights
         weights.begin(len(cut.layers), 1)
         self._call, self._recording, self._recorder, self._writes = call, recording, recorder, writes
-        self._once, self._weight, self._reaches_end = cut.once.around(), cut.weights[0], reaches_end
+        self._once, self._weight, self._reaches_end = cut.once.around(once), cut.weights[0], reaches_end
         self._logs = cut.logs
         self._turns = [0] * len(cut.layers)
         sizes = [float(batch_size_of(part)) for part in cut.layers]

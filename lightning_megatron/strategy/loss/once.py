@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.mesh.messages.late import LateAnswer
+from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
@@ -39,7 +40,6 @@ _NEW = "new"
 _LOSS = "loss"  # a mean, weighed as the losses
 _SHORT = 64  # entries of a list that are compared one by one
 
-
 _WATCHED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (*NUMBERS, Tensor)) or kind is list)
 
 
@@ -51,8 +51,8 @@ class _Slot:
         table: where it is.
         key: of it.
         kind: how the parts come together, see :data:`.Kinds`.
-        turn: in which run of a micro-batch it is written, if by a layer; ``None`` for the last. A rank of several
-            virtual stages runs the step once for each.
+        turn: in which run of a micro-batch it is written, if in one alone; ``None`` for the last. A rank of several
+            virtual stages runs the step once for each: a layer in one of them, a part before the layers in the first.
         values: the table, as it is in this batch; ``None`` where it is gone.
         start: the value, and a copy, as the batch found it.
         stand: what a micro-batch found in its place.
@@ -75,7 +75,7 @@ class OncePerBatch:
     Args:
         root: the user's module.
         slots: where they are: table, key, how the parts come together (see :func:`.judge`), and in which run of a
-            micro-batch they are written, if by a layer.
+            micro-batch they are written, if by a layer or a part that runs in one alone.
         tables: in which nothing else is written, as far as is known.
         step: name of the user's step.
         may_run_again: whether a batch that writes something else can be taken back, and run whole.
@@ -105,10 +105,10 @@ class OncePerBatch:
         """Whether a trial has found out what the step writes."""
         return self._root is not None
 
-    def around(self) -> OnceAround:
-        """The same, for a step whose layers run in micro-batches, and the code around them on the whole batch."""
+    def around(self, once: Parts) -> OnceAround:
+        """The same for layers in micro-batches, and code around them on the batch; of parts in ``once`` all stays."""
         found = OnceAround(self._root)
-        found._slots = self._slots
+        found._slots = [slot for slot in self._slots if slot.table.name not in once]
         return found
 
     def begin(self, parts: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> None:

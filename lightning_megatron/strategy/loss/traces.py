@@ -271,16 +271,22 @@ class LastStageWrites:
         layers: names of the trunk's layers, which run on one virtual stage each.
         hooks: where the module keeps hooks.
         also: which modules outside the layers are followed, besides their owners and metrics.
+        once: parts outside the layers of which nothing is put back, as only the first of the runs has them.
     """
 
     def __init__(
-        self, module: nn.Module, layers: Sequence[str], hooks: HookTables, also: Callable[[nn.Module], bool]
+        self,
+        module: nn.Module,
+        layers: Sequence[str],
+        hooks: HookTables,
+        also: Callable[[nn.Module], bool],
+        once: Parts | None = None,
     ) -> None:
         self._module, self._hooks = module, hooks
-        inside = Parts(layers)
+        inside, once = Parts(layers), once or Parts(())
         around = {above for layer in layers for above in outwards(parent(layer))}
         others = (name for name, child in module.named_modules() if isinstance(child, Metric) or also(child))
-        self._names = sorted({"", *around, *(name for name in others if name not in inside)})
+        self._names = sorted({"", *around, *(name for name in others if name not in inside and name not in once)})
 
     @contextmanager
     def undone(self, *, passes_on: bool = True, hooks: bool = True) -> Iterator[None]:

@@ -177,7 +177,7 @@ class EvaluatedParts:
         told = self._told_by_all((writes, unsure or bool(known.written.undecided), run.drawn()))
         context.streams.learn([draws for *_, draws in told], training=False)
         for key, place in zip(kinds, traces.tables(list(kinds)), strict=True):
-            known.written.learn(key, kinds[key], place, run.turn(key, context.layers))
+            known.written.learn(key, kinds[key], place, run.turn(key, context.layers, context.stages.runs_once))
         run.tell()
         slots, plain = list(known.written.slots.values()), traces.plain(context.layers)
         last = context.mesh.rank == context.mesh.loss_rank

@@ -64,7 +64,8 @@ class ScheduledStep:
         self._said = set[str]()  # keys that some micro-batches have not logged
         self._batches = BatchWrites()
         self._hooks = HookTables(self._module)
-        self._writes = LastStageWrites(self._module, context.layers, self._hooks, lambda child: bool(child._buffers))
+        self._once, follows = Parts(self._stages.runs_once), (self._module, context.layers, self._hooks)
+        self._writes = LastStageWrites(*follows, lambda child: bool(child._buffers), self._once)
         arrive = context.options.gradients.weights_arrive
         known, unseen = (lambda _: True) if arrive else renormalises, writes_unseen(self._module)
         self._weights = WrittenInRuns(self._module, context.layers, known, self._mesh.layout.pipeline, unseen=unseen)
@@ -227,17 +228,15 @@ class ScheduledStep:
         if count not in self.around:
             self.around[count] = self._stages.schedule(count, forward_only=False, around=True)
         if self._outside is None:
-            layers = self._context.layers
-            once = Parts(self._stages.runs_once)
-            names = {id(child): name for name, child in self._module.named_modules()}
-            bare = LastStageWrites(self._module, layers, self._hooks, lambda child: names[id(child)] not in once)
-            self._outside = LastStageWrites(self._module, layers, self._hooks, lambda _: True), bare
+            follows = self._module, self._context.layers, self._hooks, lambda _: True
+            self._outside = LastStageWrites(*follows), LastStageWrites(*follows, self._once)
         schedule, last = self.around[count], self._mesh.rank == self._mesh.loss_rank
         calls = RecordedAround(
             *(call, self._context.recording, recorder, cut, self._outside),
             reaches_end=last,
             batches=self._batches,
             weights=self._weights,
+            once=self._once,
         )
         whole = WholeBatch(batch, calls.before, calls.behind)
         sink, backwards = self._gradients.sink, self._context.precision.backward

@@ -21,6 +21,7 @@ from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
+from lightning_megatron.pipeline.elsewhere.undo import LISTS
 from lightning_megatron.pipeline.forwards.compiled import has_compiled
 from lightning_megatron.strategy.carried.rows_of_samples import (
     NOTHING_KEPT,
@@ -343,11 +344,12 @@ class Tried:
             *parts, whole = (self._changes[piece].get(name, (None, None))[1] for piece in (*pair, both))
             yield parts, whole
 
-    def turn(self, name: Name, layers: Sequence[str]) -> int | None:
+    def turn(self, name: Name, layers: Sequence[str], once: Collection[str]) -> int | None:
         """In which of the runs of a piece, one for each virtual stage of this rank, a value is written: in that of its
-        layer, or in each of them, by the code around the layers (``None``).
+        layer, or of its part that runs once, or in each, by code around the layers and as lists grow (``None``).
         """
-        return self._turns[name] if name[0] in Parts(layers) else None
+        grows = any(isinstance(value, LISTS) for each in self._changes for value in each.get(name, ()))
+        return self._turns[name] if name[0] in Parts(layers if grows else (*layers, *once)) else None
 
     def tell(self, usual: Any = None, over: Over = "") -> None:
         """Tell the recording which metrics are told a number of the batch, in which its micro-batches weigh somehow,

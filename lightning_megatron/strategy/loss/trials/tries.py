@@ -328,7 +328,7 @@ class LossTrials:
         bind(self.reading, self._module, self._mesh)
         usual = self.reading.way if self.reading.fits and self.reading.way else "sizes"
         for name, place in zip(kinds, tried.traces.tables(list(kinds)), strict=True):
-            self._written.learn(name, kinds[name], place, tried.turn(name, self._layers), usual)
+            self._written.learn(name, kinds[name], place, tried.turn(name, self._layers, self._stages.runs_once), usual)
         self.once = OncePerBatch(self._module, [*self._written.slots.values()], tried.traces.plain(self._layers))
         tried.tell(usual, "training")
         self.turns = next((one.turns for one in told if one.turns), "")
