@@ -353,6 +353,8 @@ class ModelGradients:
 
     def state_places(self, optimizer: Optimizer) -> list[StatePlace]:
         """Locations of an optimizer's state of the parameters that this rank updates."""
+        if (update := self.updates.get(id(optimizer))) is not None:
+            update.cut_state()
         return self._kept.places(optimizer)
 
     def _spread_place(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:

@@ -118,7 +118,7 @@ class Run:
         self._late = LateModules(self.module, gradients.presence, wanted=divided)
         clips_gradients_of(precision, gradients)
         stage = Stage.of(self.module)
-        self._seen = SeenWhole(assembled, trainer, mesh, precision, self._experts, self._named_groups)
+        self._seen = SeenWhole(assembled, trainer, mesh, precision, self._experts, self._named_groups, fits=self._fits)
         wanted = self._fits and not self.engine.splits_itself
         self._equal, self._equal_stages = comparisons(self.module, stage, gradients, processes, wanted=wanted)
         here = self.module, trainer, self.engine, mesh, processes.device
@@ -337,6 +337,7 @@ class Run:
         """Around a step of an optimizer, which gets its parameters back if it fails; ``closure`` is what it calls."""
         by_hand = closure is do_nothing_closure
         outside = self.engine.between_passes() if by_hand else _NOTHING
+        self._seen.look_at_step_hooks()
         if by_hand:
             self._rows.share()
             if (buckets := self.engine.model_gradients.buckets) is not None:
@@ -387,7 +388,7 @@ class Run:
         clips_gradients_of(self._precision, None)
         remove_loop_ends(self._trainer)
         if self._trainer.state.status == TrainerStatus.RUNNING:
-            self._seen.behind_run(fits=self._fits)
+            self._seen.behind_run(self.saving.weights, fits=self._fits)
 
     def begin_another(self) -> None:
         """Before Lightning calls ``setup`` for another run of the same module."""

@@ -143,7 +143,8 @@ def late_built(info: RankInfo, layout: tuple[int, int]) -> dict[str, Tensor]:
 
     class Copy(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            weights.update({name: value.detach().clone() for name, value in pl_module.named_parameters()})
+            here = (each for each in pl_module.named_parameters() if isinstance(each[1], nn.Parameter))
+            weights.update({name: value.detach().clone() for name, value in here})
 
     torch.manual_seed(1)
     trainer = trainer_for(info, layout, {}, max_steps=1, limit_val_batches=0, callbacks=[Copy()])

@@ -126,7 +126,9 @@ class AveragedState(Over):
 
 
 class LogsByPairs(Over):
-    """Follows each weight under keys that are not its name alone, and logs a number of what it has."""
+    """Follows its own stage's weights (a hook that copies modules lists these) under keys that are not their names
+    alone, and logs a number of what it has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class LogsByPairs(Over):
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
         for name, parameter in self.named_parameters():
-            self.averages[name, 0].lerp_(parameter, 1e-6)
+            self.averages[name, 0].lerp_(copy.deepcopy(parameter.detach()), 1e-6)
 
     def on_train_epoch_end(self) -> None:
         self.log("averages", sum(float(value.square().sum()) for value in self.averages.values()))
@@ -264,6 +266,27 @@ class ClippedInStep(Over):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+class RateByHand(Over):
+    """Steps by hand, at a rate that goes by the norm of all gradients, and draws the weights in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        norm = float(sum(p.grad.square().sum() for p in self.parameters() if p.grad is not None))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + norm)
+            self.kept.append([len(group["params"]), norm])
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.999)
+
+
 class Counting(Over):
     """Counts the parameters, and projects the gradient of all onto what is orthogonal to the weights."""
 
@@ -312,7 +335,7 @@ class Pulled(Over):
     """Pulls all weights to where they began, which a hook has kept of this stage."""
 
     def on_fit_start(self) -> None:
-        self.start = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        self.start = {name: copy.deepcopy(parameter.detach()) for name, parameter in self.named_parameters()}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         pulls = ((parameter - self.start[name]).square().sum() for name, parameter in self.named_parameters())
@@ -327,6 +350,13 @@ class PulledAfterwards(Over):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pulls = [(parameter - self.start[name]).norm() for name, parameter in self.named_parameters()]
         self.log("pull", torch.stack(pulls).norm())
+
+
+class PulledByAll(PulledAfterwards):
+    """What it has kept is of all stages."""
+
+    def on_fit_start(self) -> None:
+        self.start = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
 
 
 class Sparse(Callback):
@@ -361,12 +391,14 @@ KINDS: dict[str, type[Over]] = {
         Clipped,
         ClippedBeside,
         ClippedInStep,
+        RateByHand,
         Counting,
         Totals,
         OnOneRank,
         Large,
         Pulled,
         PulledAfterwards,
+        PulledByAll,
     )
 }
 

@@ -88,7 +88,14 @@ class InHook(Halves):
                 state["exp_avg"].mul_(0.5)
 
 
-KINDS = {kind.__name__: kind for kind in (Halves, EachStep, Unread, Others, OfSamples, Forgets, InHook)}
+class Reads(Halves):
+    """Reads how large they are."""
+
+    def write(self, state: dict[str, Any], x: Tensor) -> None:
+        self.log("size", state["exp_avg"].square().sum())
+
+
+KINDS = {kind.__name__: kind for kind in (Halves, EachStep, Unread, Others, OfSamples, Forgets, InHook, Reads)}
 MICRO: dict[str, Any] = {"micro_batch_size": 2}
 STAGES = {**MICRO, "pipeline_parallel_size": 2}
 EITHER: list[Any] = [(1, MICRO), (2, {}), pytest.param(2, MICRO, marks=WIDE)]
@@ -138,6 +145,8 @@ def _compare(name: str, devices: int, options: Any) -> None:
         ("Halves", 2, STAGES, "state `optimizers.0.state.0.exp_avg`, and of the 2 pipeline stages each has"),
         ("Forgets", 2, {**STAGES, "pipeline_schedule": "zb-v"}, "state `optimizers.0.state`, and of the 2 pipeline"),
         pytest.param("Others", 2, STAGES, "and of the 2 pipeline stages each has", marks=WIDE),
+        pytest.param("Reads", 2, {}, "['exp_avg']` is read in a step, or in a hook that lists one", marks=WIDE),
+        pytest.param("Reads", 2, STAGES, "['exp_avg']` is read in a step, or in a hook that lists one", marks=WIDE),
     ],
 )
 def test_what_would_be_written_otherwise_is_refused_by_name(name: str, devices: int, options: Any, wanted: str) -> None:

@@ -85,14 +85,25 @@ class StepHooks(ABC):
         if self._steps == 0:
             self._finish()
 
+    def cut_state(self) -> None:
+        """Cut state of parameters down to that of the tensors in their places, where that is less."""
+        return
+
     def _before_state_dict(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer.state, SeenStates):
+            return
         keys = list(self._keys())
         self._state, own = optimizer.state, dict(optimizer.state)
         named = {parameter: own.pop(key) for parameter, key in keys if key is not None and key in own}
         optimizer.state = defaultdict(dict, own | named)
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        optimizer.state, self._state = self._state, None
+        if self._state is not None:
+            optimizer.state, self._state = self._state, None
+
+
+class SeenStates(defaultdict[Any, Any]):
+    """State of an optimizer as code between steps sees it: that of the module's parameters, as in one process."""
 
 
 def carry_marks(parameters: Sequence[nn.Parameter], stand_ins: Sequence[nn.Parameter | None]) -> None:

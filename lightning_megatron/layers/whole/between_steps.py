@@ -17,11 +17,9 @@ trainer.is_global_zero``) every gathering is announced, and ranks that are done 
 from __future__ import annotations
 
 import functools
-import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,13 +29,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.layers.whole import seen_kinds as kinds
+from lightning_megatron.layers.whole.gathered_views import is_kept
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.layers.whole.rounds import NOTHING, Rounds, refuse_other_threads
+from lightning_megatron.mesh.messages.objects import device_of
 
-_LOOKING_S = 6.0
 
-
-class _SeenBetween:
+class SeenBetween:
     """A tensor that may be seen whole.
 
     Attributes:
@@ -58,7 +56,7 @@ class _SeenBetween:
         self.before = self.writes = 0.0
 
 
-class _NotAlike(Exception):
+class NotAlike(Exception):
     """An operand that cannot be cut like the tensor that is changed."""
 
 
@@ -77,9 +75,9 @@ class WholeView:
 
     def __init__(self, group: dist.ProcessGroup, sums_later: str | None = None) -> None:
         self._group, self._sums_later = group, sums_later
-        self._parameters: dict[int, _SeenBetween] = {}
-        self._gradients: dict[int, _SeenBetween] = {}
-        self._numbered: list[_SeenBetween] = []
+        self._parameters: dict[int, SeenBetween] = {}
+        self._gradients: dict[int, SeenBetween] = {}
+        self._numbered: list[SeenBetween] = []
         self._whole = self._serves = False
         self.hook = ""
         self._calls: list[tuple[nn.Module, Any]] = []
@@ -90,7 +88,7 @@ class WholeView:
         """Show one more parameter whole."""
         if id(parameter) in self._parameters:
             return
-        entry = _SeenBetween(parts, 2 * len(self._numbered), parameter)
+        entry = SeenBetween(parts, 2 * len(self._numbered), parameter)
         self._numbered.append(entry)
         self._parameters[id(parameter)] = entry
         weakref.finalize(parameter, self._parameters.pop, id(parameter), None)
@@ -103,7 +101,7 @@ class WholeView:
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
-        return next((parameter.device for _, parameter in _alive(self._parameters)), torch.device("cpu"))
+        return next((parameter.device for _, parameter in alive(self._parameters)), device_of(self._group))
 
     def holds(self, module: nn.Module) -> bool:
         """Whether parameters of a module are split."""
@@ -166,13 +164,13 @@ class WholeView:
             return
         self._whole = whole
         if whole:
-            for _, parameter in _alive(self._parameters):
+            for _, parameter in alive(self._parameters):
                 parameter.__class__ = self._kinds.parameter
-            for _, gradient in _alive(self._gradients):
+            for _, gradient in alive(self._gradients):
                 gradient.__class__ = self._kinds.tensor
             return
         kept, touched = [], bool(self._gradients)
-        for entry, parameter in _alive(self._parameters):
+        for entry, parameter in alive(self._parameters):
             if entry.part is None and not touched:  # nothing was gathered, as by most hooks
                 parameter.__class__ = entry.kind
                 found = parameter.grad
@@ -180,19 +178,23 @@ class WholeView:
                     continue
             if self._put_back(entry, parameter):
                 kept.append(entry.parts.name)
-        if kept and not forgiving:
+        if not forgiving:
+            self._refuse_kept(kept)
+
+    def _refuse_kept(self, kept: Sequence[str]) -> None:
+        if kept:
             raise RuntimeError(
                 f"`{self.hook}` keeps a view of the whole `{kept[0]}`, of which every rank holds a part: it was "
                 "gathered for this hook and would not follow later updates. Keep a copy (`clone()`, "
                 "`copy.deepcopy`), or read the parameter again when it is needed."
             )
 
-    def _put_back(self, entry: _SeenBetween, parameter: Tensor) -> bool:
+    def _put_back(self, entry: SeenBetween, parameter: Tensor) -> bool:
         """Cut a parameter and its gradient again; returns whether somebody still holds the gathered memory."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             gradient = parameter.grad
             kept = self._cut(entry, parameter)
-            known = [(other, tensor) for other, tensor in _alive(self._gradients) if other.number == entry.number + 1]
+            known = [(other, tensor) for other, tensor in alive(self._gradients) if other.number == entry.number + 1]
             for other, tensor in known:
                 kept |= self._cut(other, tensor)
             if gradient is not None and gradient.shape != parameter.shape:
@@ -200,7 +202,7 @@ class WholeView:
                 parameter.grad = known[0][1].copy_(part) if known else part
         return kept
 
-    def _cut(self, entry: _SeenBetween, tensor: Tensor) -> bool:
+    def _cut(self, entry: SeenBetween, tensor: Tensor) -> bool:
         tensor.__class__ = entry.kind
         if entry.part is None:
             return False
@@ -214,7 +216,7 @@ class WholeView:
         tensor.data, entry.part = entry.part, None
         memory = current.untyped_storage()
         del current
-        return memory._cdata == entry.memory and _is_kept(memory)
+        return memory._cdata == entry.memory and is_kept(memory)
 
     def touch(self, tensor: Tensor) -> None:
         """Make a tensor whole."""
@@ -232,13 +234,13 @@ class WholeView:
         if gradient is not None:
             self._see(entry, gradient)
 
-    def _entry(self, tensor: Tensor) -> _SeenBetween:
+    def _entry(self, tensor: Tensor) -> SeenBetween:
         return self._parameters.get(id(tensor)) or self._gradients[id(tensor)]
 
-    def _see(self, entry: _SeenBetween, gradient: Tensor) -> Tensor:
+    def _see(self, entry: SeenBetween, gradient: Tensor) -> Tensor:
         """Show the gradient of a parameter whole as well."""
         if id(gradient) not in self._gradients and tuple(gradient.shape) == entry.parts.spec.local_shape:
-            self._gradients[id(gradient)] = _SeenBetween(entry.parts, entry.number + 1, gradient)
+            self._gradients[id(gradient)] = SeenBetween(entry.parts, entry.number + 1, gradient)
             weakref.finalize(gradient, self._gradients.pop, id(gradient), None)
             gradient.__class__ = self._kinds.tensor
         return gradient
@@ -253,28 +255,36 @@ class WholeView:
         """Shape of the whole tensor."""
         return self._entry(tensor).parts.shape
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether this view shows a tensor; another one may be open at the same time."""
+        return id(tensor) in self._parameters or id(tensor) in self._gradients
+
     def are_alike(self, one: Tensor, other: Tensor) -> bool:
         """Whether two tensors that are seen are cut in the same way."""
-        return self._entry(one).parts.spec == self._entry(other).parts.spec
+        return self.knows(one) and self.knows(other) and self._entry(one).parts.spec == self._entry(other).parts.spec
 
     def change_part(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
         """Change every element alike where it is; False if an operand cannot be cut to the same part."""
         entry = self._entry(tensor)
         try:
             given, options = tree_map(lambda value: self._operand(entry, value), (args, kwargs))
-        except _NotAlike:
+        except NotAlike:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             func(tensor, *given, **options)
         entry.writes += 1
         return True
 
-    def _operand(self, entry: _SeenBetween, value: Any) -> Any:
+    def on_parts(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """A parameter is read whole."""
+        return None
+
+    def _operand(self, entry: SeenBetween, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         if isinstance(value, kinds.Seen):
-            if self._entry(value).parts.spec != entry.parts.spec:
-                raise _NotAlike
+            if not self.knows(value) or self._entry(value).parts.spec != entry.parts.spec:
+                raise NotAlike
             with torch._C.DisableTorchFunctionSubclass():
                 return value.as_subclass(Tensor)
         return entry.parts.cut(value.expand(entry.parts.shape))
@@ -328,12 +338,15 @@ class WholeView:
         """This rank's changes in the hook, as a number."""
         total = 0.0
         with torch._C.DisableTorchFunctionSubclass():
-            for entry, tensor in (*_alive(self._parameters), *_alive(self._gradients)):
+            for entry, tensor in self._seen_now():
                 gathered = entry.part is not None
                 total += (entry.number + 1) * (
                     entry.writes + (_checksum(tensor.data) - entry.before if gathered else 0)
                 )
         return total
+
+    def _seen_now(self) -> list[tuple[SeenBetween, Tensor]]:
+        return [*alive(self._parameters), *alive(self._gradients)]
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """A layer that is called in a hook computes with parts."""
@@ -362,25 +375,9 @@ def _own_backward(hook: str, reason: str, gradient: Tensor) -> None:
     )
 
 
-def _alive(entries: dict[int, _SeenBetween]) -> Iterable[tuple[_SeenBetween, Tensor]]:
+def alive(entries: dict[int, SeenBetween]) -> Iterable[tuple[SeenBetween, Tensor]]:
+    """Entries whose tensors somebody still has, with these."""
     return [(entry, tensor) for entry in list(entries.values()) if (tensor := entry.tensor()) is not None]
-
-
-def _is_kept(memory: torch.UntypedStorage) -> bool:
-    """Whether somebody else holds on to gathered memory. A thread that looks at what this one waits for keeps frames in
-    which the memory was made, with their variables, until it has looked: that is waited for.
-    """
-    until = time.monotonic() + _LOOKING_S
-    while _users(memory) > 1:
-        gc.collect()
-        if _users(memory) > 1 and time.monotonic() > until:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _users(memory: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(memory._cdata))
 
 
 def _checksum(values: Tensor) -> float:

@@ -8,6 +8,8 @@ memory, so that those by another view of it are seen. Where gradients are taken,
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.mesh.torch_functions import METADATA, by_place, is_in_place, name_of
 
+_LOOKING_S = 6.0
 _HARMLESS = {"requires_grad_", "detach_"}
 _WRITES = WeakKeyDictionary[torch.UntypedStorage, int]()
 
@@ -187,3 +190,20 @@ def view_of(value: Any, copies: Mapping[int, GatheredCopy | None]) -> Any:
         view = value.as_subclass(GatheredView)
         view._copy = copies[place]
         return view
+
+
+def is_kept(memory: torch.UntypedStorage) -> bool:
+    """Whether somebody else holds on to gathered memory. A thread that looks at what this one waits for keeps frames in
+    which the memory was made, with their variables, until it has looked: that is waited for.
+    """
+    until = time.monotonic() + _LOOKING_S
+    while _users(memory) > 1:
+        gc.collect()
+        if _users(memory) > 1 and time.monotonic() > until:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _users(memory: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(memory._cdata))

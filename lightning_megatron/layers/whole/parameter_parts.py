@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce
+from lightning_megatron.mesh.messages.collectives import raw_all_gather, raw_all_reduce, raw_broadcast
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 
 
@@ -67,6 +67,38 @@ class ParameterParts:
             if spec != ShardSpec.along(self.shape, dim, [(first, min(first + block, length))], block):
                 return False
         return block * len(self.specs) >= length
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParts(ParameterParts):
+    """A tensor of which some ranks of a group hold parts, in boxes of any form, and others nothing.
+
+    Example, the momentum of a weight [3, 4] that two replicas of the second of two stages share out, over four ranks::
+
+        holders (2, 3)    specs (6 elements, 6 elements)     own: on ranks 0 and 1 none, on 2 and 3 theirs
+
+    Attributes:
+        holders: places in the group of the ranks that send their part, in the order of ``specs``: every element is
+            held by one of them at least.
+        own: this rank's part.
+    """
+
+    holders: tuple[int, ...] = ()
+    own: ShardSpec = field(default_factory=lambda: ShardSpec.whole(()))
+
+    @property
+    def spec(self) -> ShardSpec:
+        """This rank's part."""
+        return self.own
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole tensor, in memory of its own; one broadcast for each holder."""
+        whole = part.new_zeros(self.shape)
+        for holder, spec in zip(self.holders, self.specs, strict=True):
+            sent = part.detach().contiguous() if self.group.rank() == holder else part.new_empty(spec.local_shape)
+            raw_broadcast(sent, dist.get_global_rank(self.group, holder), self.group)
+            spec.write_into(whole, sent)
+        return whole
 
 
 def gathered(parts: Sequence[tuple[ParameterParts, Tensor]]) -> list[Tensor]:

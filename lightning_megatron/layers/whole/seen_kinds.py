@@ -8,13 +8,14 @@ layer's copy computes with is a part.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.layers.whole import pointwise
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
@@ -39,6 +40,9 @@ class ShowsBetween(Protocol):
     def change_part(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
         """Run a function that changes each element by itself on the part; ``False`` if an operand cannot be cut so."""
 
+    def on_parts(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The result of a function of each element by itself, of the parts; ``None`` if operands cannot be cut so."""
+
     def copied(self, parameter: nn.Parameter) -> nn.Parameter:
         """A deep copy of a parameter: of this rank's part, which a copied layer computes with."""
 
@@ -60,8 +64,8 @@ class Seen:
         first = args[0] if args else None
         if isinstance(first, Seen):
             if func in SHAPE:
-                return func(torch.empty(cls._owner.shape_of(first), device="meta"), *args[1:], **kwargs)  # type: ignore[arg-type]
-            if func in EVERY_ELEMENT and cls._owner.change_part(func, first, args[1:], kwargs):  # type: ignore[arg-type]
+                return func(torch.empty(first._owner.shape_of(first), device="meta"), *args[1:], **kwargs)  # type: ignore[arg-type]
+            if func in EVERY_ELEMENT and first._owner.change_part(func, first, args[1:], kwargs):  # type: ignore[arg-type]
                 return first
         elif func in _EVERY_LIST and all(cls._meets(first, value) for value in args[1:]):
             with torch._C.DisableTorchFunctionSubclass():
@@ -82,7 +86,7 @@ class Seen:
     @classmethod
     def _on_whole(cls, func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in seen_among((*args, *kwargs.values())):
-            cls._owner.touch(tensor)
+            tensor._owner.touch(tensor)  # type: ignore[attr-defined]
         return func(*args, **kwargs)
 
 
@@ -94,6 +98,18 @@ class _SeenTensor(Seen, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._owner.touch(self)
         return self.__reduce_ex__(protocol)
+
+
+class _HeldTensor(_SeenTensor):
+    """A tensor that steps may compute with element by element, on the parts, and not read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in pointwise.RULES and func not in EVERY_ELEMENT:
+            made = cls._owner.on_parts(func, args, kwargs or {})
+            if made is not None:
+                return made
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Copied:
@@ -120,7 +136,7 @@ class _SeenParameter(_Copied, Seen, nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(args[0] if args else None, _SeenParameter):
             if func == _GET_GRAD:
-                return cls._owner.gradient(args[0])
+                return args[0]._owner.gradient(args[0])
             if (func is _SET_GRAD and args[1] is None) or func is _REGISTER:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
@@ -138,12 +154,14 @@ class Kinds:
         parameter: of a parameter that is seen.
         gathered: of a parameter that was touched.
         tensor: of a gradient that is seen.
+        held: of another tensor in a step.
     """
 
     def __init__(self, view: ShowsBetween) -> None:
         self.parameter = type("SeenParameter", (_SeenParameter,), {"_owner": view})
         self.gathered = type("GatheredParameter", (_GatheredParameter,), {"_owner": view})
         self.tensor = type("SeenTensor", (_SeenTensor,), {"_owner": view})
+        self.held = type("HeldTensor", (_HeldTensor,), {"_owner": view})
 
 
 class WholeGradientHook:
@@ -211,6 +229,13 @@ def seen_among(values: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += seen_among(value)
     return found
+
+
+def gather_others(tensors: Iterable[Tensor]) -> None:
+    """Gather those that are seen, and are no parameters, such as an optimizer's moments."""
+    for tensor in tensors:
+        if isinstance(tensor, Seen) and not isinstance(tensor, nn.Parameter):
+            tensor._owner.touch(tensor)
 
 
 T = Tensor

@@ -19,6 +19,7 @@ logged value that is absent here is taken from the stage that has it (``strategy
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.mesh.autograd import in_backward
 from lightning_megatron.mesh.parts.packages import module_of
 from lightning_megatron.mesh.pickling import refuse_pickling
-from lightning_megatron.pipeline.elsewhere.away import STATE, StageSource, mark, refuse_late_write, writes_in_place
+from lightning_megatron.pipeline.elsewhere.away import (
+    FIRST_ONLY,
+    MAKERS,
+    STATE,
+    StageSource,
+    mark,
+    refuse_late_write,
+    writes_in_place,
+)
 from lightning_megatron.pipeline.elsewhere.presence import Phase
 
 KNOWN = frozenset(
@@ -188,6 +197,58 @@ class Absent(Tensor):
             "stage. Go over `self.named_parameters()`, which gives what this rank holds; get the whole model's "
             "weights by `strategy.full_state_dict()`; or use `pipeline_parallel_size=1`."
         )
+
+
+class Unread(Tensor):
+    """A parameter of another stage in a listing of all: it may be counted, or give other tensors its dtype, device or
+    shape; anything else is refused.
+
+    Attributes:
+        module: what was listed, for the message.
+        leads: whether it is the first of all, which code asks for a dtype: ``next(self.parameters()).data.new(3)``.
+    """
+
+    module: str
+    leads: bool = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        of = func.__self__.__name__ if name == "__get__" else ""
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        listed, same = first.module, first.leads and (of == "data" or name == "detach")
+        like = func in MAKERS or (func in FIRST_ONLY and not isinstance(args[0], cls))
+        if name in KNOWN or like or same or (of and of not in TENSOR_ATTRIBUTES):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if same:
+                found = found.as_subclass(cls)
+                found.module, found.leads = listed, True
+            return found
+        if name.endswith("_") and not name.startswith("__") and args and not isinstance(args[0], cls):
+            raise RuntimeError(
+                f"the step writes what it makes of parameters of `{listed}` into other tensors (`{name}`), as where it "
+                "updates a target network, and under a pipeline each stage has only its own. Do it in a hook, such as "
+                "`on_train_batch_start` or `on_train_batch_end`, where each stage updates its part of a copy and the "
+                "parts are exchanged; or use `pipeline_parallel_size=1`."
+            )
+        raise RuntimeError(
+            f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so what it "
+            "makes of all (a sum, gradients by them, weights of an inner loop) would be wrong. Use the optimizer's "
+            "`weight_decay` instead of a penalty in the loss; set flags (`requires_grad_`), and update a copy that "
+            "follows the weights, in `on_train_batch_start`; and use `pipeline_parallel_size=1` for anything else."
+        )
+
+
+def without_absent(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Part of a state, listed of all stages by a hook, that this stage has."""
+    here = {n: value for n, value in state_dict.items() if not (isinstance(value, Absent) and value.is_away())}
+    if len(here) == len(state_dict):
+        return state_dict
+    found = OrderedDict(here)
+    found._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+    found.of_one_stage = True  # type: ignore[attr-defined]
+    return found
 
 
 def make_absent(

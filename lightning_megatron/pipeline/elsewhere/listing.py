@@ -21,13 +21,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.parts.names import called, lies_in, outwards, parent
 from lightning_megatron.mesh.replaced import Replacements
-from lightning_megatron.pipeline.elsewhere.absent import KNOWN, TENSOR_ATTRIBUTES, Absent
-from lightning_megatron.pipeline.elsewhere.away import FIRST_ONLY, MAKERS, source_of
-from lightning_megatron.pipeline.elsewhere.presence import Phase, Presence, Sight, Viewer, owner_of
+from lightning_megatron.pipeline.elsewhere.absent import Absent, Unread, without_absent
+from lightning_megatron.pipeline.elsewhere.away import source_of
+from lightning_megatron.pipeline.elsewhere.presence import (
+    Phase,
+    Presence,
+    Sight,
+    TensorPlace,
+    Viewer,
+    owner_of,
+    tensor_of,
+)
+from lightning_megatron.pipeline.elsewhere.twins import shown_absent
 
 
 class _Listing:
@@ -80,21 +88,10 @@ class GuardedNames(_Listing):
     def _of_all_stages(self, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[Any]:
         """Those of all stages, in the order of one process; tied ones under their first name."""
         own = dict(type(self._module).named_parameters(self._module, "", recurse, remove_duplicate=False))
-        entries, above = self._viewer.presence.entries, f"{self._name}." if self._name else ""
-        here = {entries[above + name].first: tensor for name, tensor in own.items() if above + name in entries}
-        seen: set[str] = set()
-        for name, entry in entries.items():
-            inner = name.removeprefix(above)
-            inside = name.startswith(above) and (recurse or "." not in inner) and isinstance(entry.twin, nn.Parameter)
-            if not inside or (remove_duplicate and entry.first in seen):
-                continue
-            seen.add(entry.first)
-            holder, leaf = owner_of(self._module, inner)
-            tensor = here.get(entry.first) if entry.first in here else getattr(holder, leaf)
-            yield f"{prefix}.{inner}" if prefix else inner, tensor
-        for name, tensor in own.items():  # registered after the cut
-            if above + name not in entries:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+        places = self._viewer.presence.entries
+        inside = {name: entry for name, entry in places.items() if isinstance(entry.twin, nn.Parameter)}
+        listed = _of_all_stages(self._module, self._name, own, inside, once=remove_duplicate)
+        yield from ((f"{prefix}.{n}" if prefix else n, tensor) for n, tensor in listed if recurse or "." not in n)
 
     def _unread(self, name: str, *, leads: bool) -> Unread:
         there = called(self._module, name)
@@ -106,45 +103,27 @@ class GuardedNames(_Listing):
             return unread.requires_grad_(entry.twin.requires_grad)  # type: ignore[return-value]
 
 
-class Unread(Tensor):
-    """A parameter of another stage in a listing of all: it may be counted, or give other tensors its dtype, device or
-    shape; anything else is refused.
+class AbsentBuffers(_Listing):
+    """Installed as ``named_buffers`` on a module with buffers elsewhere: a hook that goes over all parameters is given
+    those of all stages as well.
 
-    Attributes:
-        module: what was listed, for the message.
-        leads: whether it is the first of all, which code asks for a dtype: ``next(self.parameters()).data.new(3)``.
+    Args:
+        module: the module.
+        name: its own; ``""`` for the root.
+        viewer: its stage.
     """
 
-    module: str
-    leads: bool = False
+    def __init__(self, module: nn.Module, name: str, viewer: Viewer) -> None:
+        self._module, self._name, self._viewer = module, name, viewer
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        of = func.__self__.__name__ if name == "__get__" else ""
-        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        listed, same = first.module, first.leads and (of == "data" or name == "detach")
-        like = func in MAKERS or (func in FIRST_ONLY and not isinstance(args[0], cls))
-        if name in KNOWN or like or same or (of and of not in TENSOR_ATTRIBUTES):
-            with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            if same:
-                found = found.as_subclass(cls)
-                found.module, found.leads = listed, True
-            return found
-        if name.endswith("_") and not name.startswith("__") and args and not isinstance(args[0], cls):
-            raise RuntimeError(
-                f"the step writes what it makes of parameters of `{listed}` into other tensors (`{name}`), as where it "
-                "updates a target network, and under a pipeline each stage has only its own. Do it in a hook, such as "
-                "`on_train_batch_start` or `on_train_batch_end`, where each stage updates its part of a copy and the "
-                "parts are exchanged; or use `pipeline_parallel_size=1`."
-            )
-        raise RuntimeError(
-            f"the step read all parameters of `{listed}`, but under a pipeline each stage has only its own, so what it "
-            "makes of all (a sum, gradients by them, weights of an inner loop) would be wrong. Use the optimizer's "
-            "`weight_decay` instead of a penalty in the loss; set flags (`requires_grad_`), and update a copy that "
-            "follows the weights, in `on_train_batch_start`; and use `pipeline_parallel_size=1` for anything else."
-        )
+    def __call__(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        own = type(self._module).named_buffers(self._module, "", recurse, remove_duplicate)
+        listed: Iterator[tuple[str, Tensor]] = own
+        if recurse and _lists_all(self._viewer):
+            places = self._viewer.presence.entries
+            inside = {name: entry for name, entry in places.items() if not isinstance(entry.twin, nn.Parameter)}
+            listed = _of_all_stages(self._module, self._name, dict(own), inside, once=False)
+        yield from ((f"{prefix}.{name}" if prefix else name, buffer) for name, buffer in listed)
 
 
 class AbsentNames(_Listing):
@@ -173,18 +152,24 @@ class AbsentNames(_Listing):
 class AbsentState(_Listing):
     """Installed as ``state_dict`` on a module that is elsewhere, or that has parts elsewhere.
 
-    In a step it has what stands in for what is elsewhere, as :class:`AbsentNames`; after the module's own tensors.
+    In a step it has what stands in for what is elsewhere, as :class:`AbsentNames`; after the module's own tensors. In a
+    hook that goes over the parameters of all stages it has what is absent.
 
     Args:
         module: the module.
+        name: its own; ``""`` for the root.
         names: of its parameters and persistent buffers that are elsewhere, below it.
         viewer: its stage.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str], viewer: Viewer) -> None:
+    def __init__(self, module: nn.Module, name: str, names: Sequence[str], viewer: Viewer) -> None:
         self._module, self._names, self._viewer = module, names, viewer
+        self._above = f"{name}." if name else ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _lists_all(self._viewer) and not args and kwargs.get("destination") is None:
+            with shown_absent(self._module, self._names, self._order):
+                return type(self._module).state_dict(self._module, **kwargs)
         listed = type(self._module).state_dict(self._module, *args, **kwargs)
         if self._viewer.phase(lists=True) is not Phase.STEP:
             if not args and kwargs.get("destination") is None and hasattr(listed, "__dict__"):  # not of the user's own
@@ -198,6 +183,11 @@ class AbsentState(_Listing):
             tensor = called(self._module, name)
             listed[prefix + name] = tensor if keep_vars else tensor.detach()
         return listed
+
+    @property
+    def _order(self) -> dict[str, int]:
+        """Of names below the module, their places in a listing of one process."""
+        return {name.removeprefix(self._above): place for name, place in self._viewer.presence.order.items()}
 
     def loaded_here(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of a state that this stage loads: all but what is elsewhere, which the stages load that have it."""
@@ -256,6 +246,7 @@ def _explaining(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        state_dict = without_absent(state_dict)
         source = source_of(list(state_dict.values()))
         if source is not None:
             raise RuntimeError(
@@ -332,6 +323,28 @@ def is_in_part(module: nn.Module) -> bool:
     return isinstance(vars(module).get("named_parameters"), (GuardedNames, AbsentNames))
 
 
+def _of_all_stages(
+    module: nn.Module, name: str, own: Mapping[str, Tensor], entries: Mapping[str, TensorPlace], *, once: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module on all stages, in the order of one process; ``once``: tied ones under their first name.
+
+    Args:
+        module: the module.
+        name: its own.
+        own: what is here.
+        entries: of the whole module.
+    """
+    above = f"{name}." if name else ""
+    here = {entries[above + inner].first: tensor for inner, tensor in own.items() if above + inner in entries}
+    seen: set[str] = set()
+    for full, entry in entries.items():
+        if full.startswith(above) and not (once and entry.first in seen):
+            seen.add(entry.first)
+            inner = full.removeprefix(above)
+            yield inner, here[entry.first] if entry.first in here else tensor_of(module, inner)
+    yield from ((inner, tensor) for inner, tensor in own.items() if above + inner not in entries)  # registered later
+
+
 def _lists_all(viewer: Viewer) -> bool:
     return viewer.lists_all and viewer.phase(lists=True) is Phase.HOOK
 
@@ -350,9 +363,13 @@ def install_listings(module: nn.Module, viewer: Viewer) -> None:
     for name, inside in below.items():
         absent = module.get_submodule(name)
         absent.named_parameters = AbsentNames(absent, inside, viewer)  # type: ignore[method-assign, assignment]
+    buffers = (name for name, entry in viewer.presence.elsewhere() if not isinstance(entry.twin, nn.Parameter))
+    for name in dict.fromkeys(above for each in buffers for above in outwards(parent(each))):
+        holder = module.get_submodule(name)
+        holder.named_buffers = AbsentBuffers(holder, name, viewer)  # type: ignore[method-assign, assignment]
     for name, inside in _state_below(module, viewer.presence).items():
         above = module.get_submodule(name)
-        above.state_dict = AbsentState(above, inside, viewer)  # type: ignore[method-assign, assignment]
+        above.state_dict = AbsentState(above, name, inside, viewer)  # type: ignore[method-assign, assignment]
     for kept in viewer.presence.copies.sources:
         for path, child in module.get_submodule(kept.name).named_modules(prefix=kept.name) if kept.source else ():
             for method in ("named_parameters", "named_buffers", "state_dict"):

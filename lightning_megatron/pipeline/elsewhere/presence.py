@@ -316,6 +316,12 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
         return None, leaf_of(name)
 
 
+def tensor_of(module: nn.Module, name: str) -> Tensor:
+    """The tensor ``name`` of a module, or of another stage what stands for it here."""
+    owner, leaf = owner_of(module, name)
+    return getattr(owner, leaf)  # type: ignore[no-any-return]
+
+
 def _part_of(name: str, parts: Mapping[str, Part]) -> Part | None:
     return next((parts[each] for each in outwards(name) if each in parts), None)
 

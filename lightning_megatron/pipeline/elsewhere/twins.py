@@ -6,7 +6,7 @@ do, what another stage owns, and what is split over tensor-parallel ranks, has i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,31 @@ def shown_whole(module: nn.Module, presence: Presence, *, slices: bool = True) -
             attributes[leaf] = zeros
         for table, leaf, real in swapped:
             table[leaf] = real
+
+
+@contextmanager
+def shown_absent(module: nn.Module, names: Iterable[str], places: dict[str, int]) -> Iterator[None]:
+    """Let what stands for tensors of other stages be where ``state_dict`` finds tensors, and its hooks see them.
+
+    Args:
+        module: a module that has parts elsewhere.
+        names: of these tensors, below it.
+        places: of names below it, in a listing of one process.
+    """
+    moved: list[tuple[_Table, str, _Table]] = []
+    for name in names:
+        owner, leaf = owner_of(module, name)
+        if owner is not None and leaf in owner.__dict__:
+            value = owner.__dict__.pop(leaf)
+            table: _Table = owner._buffers if value.twin is None else owner._parameters
+            table[leaf] = value
+            moved.append((owner.__dict__, leaf, table))
+            _sort(table, name.removesuffix(leaf), places)
+    try:
+        yield
+    finally:
+        for attributes, leaf, table in moved:
+            attributes[leaf] = table.pop(leaf)
 
 
 def _sort(table: _Table, prefix: str, places: dict[str, int]) -> None:

@@ -12,8 +12,10 @@ its rank, or that updates a metric, which is put together over the replicas by i
 from __future__ import annotations
 
 import ast
+import inspect
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +25,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_megatron.mesh.parts.bytecode import names_in
-from lightning_megatron.mesh.parts.packages import METRICS, comes_from
+from lightning_megatron.mesh.parts.packages import METRICS, comes_from, is_users
 from lightning_megatron.mesh.parts.syntax import definition_of, place_in
 from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log
@@ -71,6 +73,7 @@ def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) ->
     """
     owners: list[tuple[Any, Any]] = [(module, None), *((each, Callback) for each in foreign_callbacks(callbacks))]
     step = {name for function in functions_of(module, "training_step") for name in names_in(function.__code__)}
+    step |= _names_in_layers_hooks(module)
     found, lines = set[str](), list[str]()
     for owner, parent in owners:
         for hook in _BETWEEN:
@@ -81,6 +84,24 @@ def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) ->
                     if hook == "on_train_batch_end":
                         lines += _other_outputs(getattr(owner, hook), 1 if parent is None else 3)
     return found, lines
+
+
+def _names_in_layers_hooks(module: pl.LightningModule) -> set[str]:
+    """Names in the user's hooks on layers, which steps run, and attributes of the module for what their closures hold:
+    ``self.seen = seen`` beside ``layer.register_forward_hook(lambda *_: seen.append(...))``.
+    """
+    found, held = set[str](), set[int]()
+    tables = (table for child in module.modules() for table in (child._forward_hooks, child._forward_pre_hooks))
+    for hook in (hook for table in tables for hook in table.values()):
+        function: Any = inspect.unwrap(getattr(hook, "func", hook))
+        code = getattr(function, "__code__", None)
+        if code is not None and is_users(function, "builtins", METRICS):
+            found |= {*names_in(code), *code.co_freevars}
+            cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+            for cell in cells:
+                with suppress(ValueError):  # no value yet
+                    held.add(id(cell.cell_contents))
+    return found | {name for name, value in vars(module).items() if id(value) in held}
 
 
 def _other_outputs(hook: Any, place: int) -> Iterator[str]:

@@ -134,7 +134,7 @@ class WholeHooks:
         hooks = [(owner, hook) for owner, parent in ((module, None), *others) for hook in hooks_of(owner, parent)]
         schedules = [] if has_other_method(module, _SCHEDULES) else [(module, _SCHEDULES)]  # may step one of the user's
         for owner, hook in dict.fromkeys((*hooks, *loads, *schedules)):
-            seeing = self._seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
+            seeing = self.seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
             self._replaced.call(owner, hook, seeing)
         self._trainer, self._precision = trainer, precision
         self._open_doors(self._replaced)
@@ -148,9 +148,10 @@ class WholeHooks:
 
     def alone(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         """A hook that Lightning calls while no run is under way, and this rank's doors are closed."""
-        return around_calls(self._seeing(hook, serves), self._open_doors)
+        return around_calls(self.seeing(hook, serves), self._open_doors)
 
-    def _seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
+    def seeing(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
+        """A hook that sees whole tensors; ``serves`` if some ranks may run other code in it."""
         name = getattr(hook, "__name__", "closure")
 
         @functools.wraps(hook)
@@ -175,7 +176,7 @@ class WholeHooks:
 
         def updating(optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
             if not comes_from(closure, *LIGHTNING):
-                closure = self._seeing(closure, serves=False)
+                closure = self.seeing(closure, serves=False)
             return update(optimizer, closure, *args, **kwargs)
 
         return updating

@@ -41,6 +41,7 @@ _BEFORE_THE_UPDATE = (
 _AT_THE_START = ("on_fit_start", "on_train_start", "on_sanity_check_start", "on_train_epoch_start")
 _READ = ("grad", "update_and_allocate")  # the latter is peft's, and reads `.grad`
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
+_REGISTER_STEPS = tuple(f"register_{name}step_{when}_hook" for name in ("", "optimizer_") for when in ("pre", "post"))
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _JUMPS = frozenset(dis.opname[each] for each in (*dis.hasjrel, *dis.hasjabs))
 
@@ -59,6 +60,19 @@ def reads_gradients(module: pl.LightningModule, callbacks: list[Callback]) -> bo
         return True
     others = other_callbacks(callbacks)
     return any(is_overridden(hook, callback, parent=Callback) for callback in others for hook in _CALLBACK_HOOKS)
+
+
+def hooks_steps_later(module: pl.LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether a hook of the module or of a callback may register others around the steps of optimizers."""
+    owners = ((module, None), *((callback, Callback) for callback in foreign_callbacks(callbacks)))
+    late = [hook for hook in dir(Callback) if hook.startswith("on_")]
+    hooks = [(owner, h) for owner, parent in owners for h in late if hasattr(owner, h)]
+    return any(
+        is_overridden(hook, owner, parent=None if owner is module else Callback)
+        and may_call(owner, hook, _REGISTER_STEPS)
+        for owner, hook in hooks
+        if owner is not module or hasattr(pl.LightningModule, hook)
+    )
 
 
 def reads_each_batch(module: pl.LightningModule, callbacks: list[Callback]) -> bool:

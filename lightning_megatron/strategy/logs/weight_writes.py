@@ -1,6 +1,6 @@
 """Weights that a step itself writes, besides the optimizer: clamped, decayed, copied to a target network.
 
-So does a step that writes its optimizer's state; see :mod:`~lightning_megatron.strategy.hooks.optimizer_states`.
+So does a step that writes its optimizer's state; see :mod:`~lightning_megatron.strategy.optimizers.optimizer_states`.
 
 One process writes them once per batch. The micro-batches of a batch would write them one after the other, and each
 would compute with what the ones before have left. So a trial of the step notes every write below torch's own
@@ -29,7 +29,7 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from
 from lightning_megatron.mesh.torch_functions import OperatorWatch, Run
 from lightning_megatron.pipeline.elsewhere.undo import Contents
-from lightning_megatron.strategy.hooks.optimizer_states import StatesInRuns, StateTables, states_of
+from lightning_megatron.strategy.optimizers.optimizer_states import StatesInRuns, StateTables, states_of
 
 _RENORMALISES = "aten::embedding_renorm_"
 _ASSIGNS = frozenset(

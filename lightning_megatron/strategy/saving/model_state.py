@@ -42,6 +42,10 @@ class ModelState:
     Args:
         assembled: the module, and how its tensors are split.
         mesh: the grid.
+
+    Attributes:
+        begins: called where a checkpoint is begun, before hooks of it.
+        ends: called when it is saved.
     """
 
     def __init__(self, assembled: Assembled, mesh: ParallelMesh) -> None:
@@ -50,6 +54,8 @@ class ModelState:
         self._tensors = assembled.tensor_state
         self._mesh = mesh
         self._streamed = assembled.streamed
+        self.begins: Callable[[], None] = _nothing
+        self.ends: Callable[[], None] = _nothing
 
     def logical_view(self, *, slices: bool = True) -> AbstractContextManager[None]:
         """Show the module as it is in one process, to code that names and counts; without ``slices``, those stay."""
@@ -69,6 +75,7 @@ class ModelState:
 
     def saved(self) -> PartOfState:
         """The same for a checkpoint: weights that are spread over replicas stay so, unless code may look at them."""
+        self.begins()
         return self._as_spread() if nobody_looks(self.module, self._engine.model_gradients) else self.stored()
 
     def _as_spread(self, without: Collection[str] = ()) -> PartOfState:
@@ -182,6 +189,10 @@ def shares_memory(values: Iterable[Any], pieces: Iterable[PiecedTensor]) -> bool
     own = {each.local.untyped_storage().data_ptr() for each in pieces}
     tensors = (value for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
     return any(tensor.untyped_storage().data_ptr() in own for tensor in tensors)
+
+
+def _nothing() -> None:
+    """Stands for what a run has nothing of."""
 
 
 def _with_tied(module: Module, names: Collection[str]) -> set[str]:

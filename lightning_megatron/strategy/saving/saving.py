@@ -211,6 +211,7 @@ class Saving:
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         """Write a Lightning checkpoint; after a failure of some ranks only, say that nothing can be saved."""
+        self.weights.ends()
         if not self._processes.can_meet():
             print(f"{self._processes.place}: no checkpoint at {path}: not all ranks failed together")
             return

@@ -24,6 +24,7 @@ from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.assembly.assembled import Assembled
 from lightning_megatron.strategy.generation.first_try import calls_once
 from lightning_megatron.strategy.lightning.hooks import (
+    hooks_steps_later,
     reads_each_batch,
     reads_gradients,
     reads_weights,
@@ -31,6 +32,7 @@ from lightning_megatron.strategy.lightning.hooks import (
 )
 from lightning_megatron.strategy.lightning.trainer_access import accumulates, callbacks_of
 from lightning_megatron.strategy.memory.too_large import TooLarge
+from lightning_megatron.strategy.optimizers.step_hooks_seen import has_step_hooks
 from lightning_megatron.strategy.options import run_checks
 from lightning_megatron.strategy.options.expert_checks import check_expert_optimizers
 from lightning_megatron.strategy.options.offload_checks import host_plan, refuse_own_split
@@ -87,17 +89,18 @@ def prepare_updates(
         check_sharders(optimizers, gradients.replicas.shards)
     reads = reads_whole_weights if sharded else reads_weights
     rank, place = processes.mesh.rank, processes.place
-    keeps = _keeps_earlier(module, trainer, optimizers, processes)
+    hooked = has_step_hooks(optimizers) or hooks_steps_later(module, callbacks_of(trainer))
+    keeps = _keeps_earlier(module, trainer, optimizers, processes) or (hooked and module.automatic_optimization)
     guard = StepGuard(gradients, processes.device, rank, place, nonfinite, loss_scale, rank_zero_info)
     gradients.prepare(
         assembled.groups,
         optimizers,
         whole=least is not Independence.ELEMENT,
-        reads_gradients=reads_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
+        reads_gradients=hooked or reads_gradients(module, callbacks_of(trainer)) or has_gradient_hooks(module),
         each=accumulates(trainer) and (keeps or reads_each_batch(module, callbacks_of(trainer))),
         keeps=keeps,
         skips=guard.checks,
-        reads_weights=reads(module, callbacks_of(trainer)),
+        reads_weights=hooked or reads(module, callbacks_of(trainer)),
         rounds=least is not Independence.NONE,
         widens=widens,
         reads_in_step=sharded and reads_in_steps(module, callbacks_of(trainer)),
