@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
@@ -123,6 +123,33 @@ class CentredLater(Weighed):
         batch[2] = batch[2] - batch[2].mean()
 
 
+def centred(samples: list[Any]) -> Batch:
+    x, y, numbers = default_collate(samples)
+    return [x, y, numbers - numbers.mean()]
+
+
+def doubled(samples: list[Any]) -> Batch:
+    x, y, numbers = default_collate(samples)
+    return [x, y, 2 * numbers]
+
+
+class Collated(Weighed):
+    """Sets them off where samples become a batch."""
+
+    collate: Any = staticmethod(centred)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        loader = super().train_dataloader()
+        loader.collate_fn = self.collate
+        return loader
+
+
+class CollatedBySample(Collated):
+    """Doubles each."""
+
+    collate = staticmethod(doubled)
+
+
 class Unlike(Centred):
     """Replicas whose batches are of unlike lengths."""
 
@@ -137,7 +164,9 @@ class Unlike(Centred):
 
 
 SHARED = (Centred, CentredInPlace, Scaled, Counting, CentredByCallback, CentredByData)
-KINDS = {kind.__name__: kind for kind in (*SHARED, Drawing, BySample, Unlike, CentredLater)}
+ALONE = (CentredLater, Collated, CollatedBySample)
+KINDS = {kind.__name__: kind for kind in (*SHARED, Drawing, BySample, Unlike, *ALONE)}
+
 LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (((1, 2), {}), ((2, 2), {"micro_batch_size": 2}))
 
 
@@ -150,7 +179,7 @@ def train(info: RankInfo, layout: Layout | None, kind: str, arguments: dict[str,
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize(("layout", "arguments"), LAYOUTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Unlike", "CentredLater")])
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind not in (Unlike, *ALONE)])
 def test_weights_are_those_of_one_process(kind: str, layout: Layout, arguments: dict[str, Any]) -> None:
     expected = one_process(train, None, kind, {})
     first = run_trainers(train, layout, kind, arguments, devices=layout[0] * layout[1])[0]
@@ -173,6 +202,13 @@ def test_hooks_that_mix_the_samples_of_batches_in_evaluation_are_warned_of() -> 
 
 
 @pytest.mark.wide
+def test_collators_that_mix_the_samples_of_a_batch_are_warned_of() -> None:
+    arguments: dict[str, Any] = {"micro_batch_size": "auto"}
+    for kind, told in (("Collated", True), ("CollatedBySample", False)):
+        first = run_trainers(train, (1, 2), kind, arguments, devices=2, check=False, grace=20.0)[0]
+        assert ("`centred`, `collate_fn` of a training loader, makes of each" in str(first.error)) == told, kind
+
+
 def test_each_replica_has_its_own_where_that_is_meant() -> None:
     expected = one_process(train, None, "Centred", {})
     first = run_trainers(train, (1, 2), "Centred", {"whole_batch_loss": False}, devices=2)[0]

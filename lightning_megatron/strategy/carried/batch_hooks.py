@@ -196,7 +196,7 @@ class _BatchHook:
         part = self._run(args, kwargs, in_order(whole_copy(batch), rows))
         if all_of_it.drew or all_of_it.failed or part.failed:
             return
-        if not _alike(part.batch, kept := in_order(all_of_it.batch, rows)) and _shapes(part.batch) == _shapes(kept):
+        if not alike(part.batch, kept := in_order(all_of_it.batch, rows)) and shapes(part.batch) == shapes(kept):
             self.look_at = 0
             rank_zero_warn(
                 f"{self._where} makes of each sample of a batch what depends on the others in it. In evaluation each "
@@ -206,21 +206,21 @@ class _BatchHook:
             )
 
     def _differs(self, mine: _Ran, other: _Ran, rows: list[int]) -> bool:
-        return not (_alike(mine.batch, in_order(other.batch, rows)) and _alike(mine.written, other.written))
+        return not (alike(mine.batch, in_order(other.batch, rows)) and alike(mine.written, other.written))
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any) -> _Ran:
         """A run on a copy of a batch, after which everything is as before."""
         given, traces, own = whole_copy(batch), Traces(self.module, beside=True), None
         if self.owner is not self.module:
             own = Kept(vars(self.owner))
-        before, failed, made = _positions(), False, None
-        with _drawing_again():
+        before, failed, made = positions(), False, None
+        with drawing_again():
             try:
                 with _without_logs(self.module), traces.noted():
                     made = self.hook(*args[: self.place], given, *args[self.place + 1 :], **kwargs)
             except Exception:  # the run that counts raises it, if it is of this replica's samples
                 failed = True
-            drew = _positions() != before
+            drew = positions() != before
             written: dict[Any, Any] = {name: now for name, (_, now) in traces.changes().items()}
             written |= {("weight", name): True for name in traces.weights.found}
             if own is not None:
@@ -308,7 +308,7 @@ def _changed(own: Kept) -> dict[Any, Any]:
     }
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Whether two values are the same, but for the rounding of what is computed among more rows."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or not one.is_floating_point():
@@ -317,15 +317,16 @@ def _alike(one: Any, other: Any) -> bool:
             torch.allclose(one, other.to(one), rtol=(off := _OFF.get(one.dtype, 1e-2)), atol=off, equal_nan=True)
         )
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
     parts = parts_of(one)
     if parts and type(one) is type(other):
         others = parts_of(other)
-        return len(parts) == len(others) and all(map(_alike, parts, others))
+        return len(parts) == len(others) and all(map(alike, parts, others))
     return is_equal(one, other)
 
 
-def _shapes(value: Any) -> list[torch.Size]:
+def shapes(value: Any) -> list[torch.Size]:
+    """Of all tensors in a value."""
     return [tensor.shape for tensor in tensors_of(value)]
 
 
@@ -355,14 +356,14 @@ def _write_back(batch: Any, rows: Any) -> None:
             _write_back(known, value)
 
 
-def _positions() -> tuple[Any, ...]:
+def positions() -> tuple[Any, ...]:
     """Positions of all generators."""
     cuda = torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else ()
     return (*states_of_others(), torch.get_rng_state().tolist(), cuda)
 
 
 @contextmanager
-def _drawing_again() -> Iterator[None]:
+def drawing_again() -> Iterator[None]:
     """While it lasts, what is drawn is drawn again later."""
     others = all_of_others()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):

@@ -42,6 +42,7 @@ from lightning_megatron.checkpoints.state.stored import (
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, plain_if_whole
 from lightning_megatron.strategy.assembly.assembled import Assembled
+from lightning_megatron.strategy.carried.mixing_collators import warn_of_mixing
 from lightning_megatron.strategy.data.loaders import make_resumable
 from lightning_megatron.strategy.lightning import trainer_access as lightning_state
 from lightning_megatron.strategy.lightning.distributed import move_optimizers
@@ -125,6 +126,7 @@ class Saving:
         """A training loader that resumes where the checkpoint's run stopped; other loaders unchanged."""
         if not self._trainer.training:
             return dataloader
+        warn_of_mixing(dataloader, self._mesh.layout.data)
         loader = make_resumable(dataloader)
         if self._resumption is not None:
             self._resumption.continue_loader(loader)
