@@ -172,6 +172,7 @@ def _prefixed(found: Trace, prefix: str) -> Trace:
         {full(p) for p in found.loose},
         {full(n) for n in found.on_inputs},
         [full(n) for n in found.roots],
+        {full(p) for p in found.used},
         {full(n) for n in found.replaced},
     )
 
@@ -187,6 +188,7 @@ def _join(traces: list[Trace]) -> Trace:
         joined.loose |= found.loose
         joined.on_inputs |= found.on_inputs
         joined.roots += found.roots
+        joined.used |= found.used
         joined.replaced |= found.replaced
     return joined
 

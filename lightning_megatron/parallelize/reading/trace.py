@@ -8,6 +8,7 @@ registration.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_megatron.parallelize.reading.divisible import divisible
 from lightning_megatron.parallelize.reading.kinds import is_attention, is_table
 from lightning_megatron.parallelize.reading.low_rank import is_splittable, low_rank
 from lightning_megatron.parallelize.reading.replay import Replay
+from lightning_megatron.parallelize.reading.weight_uses import WeightUses
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Trace:
         on_inputs: layers whose input was computed from an input of the traced module that requires a gradient (see
             `trace`), with no other layer in between.
         roots: names of the modules that were run.
+        used: names of parameters of layers that other code has used in any way, without a gradient too.
         replaced: names under which the forward has put other modules than it found.
     """
 
@@ -72,6 +75,7 @@ class Trace:
     loose: set[str] = field(default_factory=set)
     on_inputs: set[str] = field(default_factory=set)
     roots: list[str] = field(default_factory=lambda: [""])
+    used: set[str] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
 
     def readers(self, name: str) -> set[str]:
@@ -122,8 +126,10 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
     tagged = _tagged_names(module)
     found: _Names = {}
     alive: list[nn.Module] = []  # so that no other module gets an identity of theirs
+    uses = contextlib.ExitStack()
 
     def watch(copied: nn.Module) -> None:
+        noted.append(uses.enter_context(WeightUses(copied, tagged)))
         found.update({id(m): (name, module.get_submodule(name)) for name, m in copied.named_modules()})
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
@@ -132,8 +138,15 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inne
             m.register_forward_pre_hook(_before(result, found, nodes, tagged), with_kwargs=True)
             m.register_forward_hook(_after(result, found, nodes, tagged), with_kwargs=True)
 
-    with torch.enable_grad():
+    noted: list[WeightUses] = []
+    with torch.enable_grad(), uses:
         copied, output = Replay(module, args, kwargs).run(watch)
+        uses.close()
+        with contextlib.suppress(Exception), uses:  # code that cannot be trained so here
+            Replay(module, args, kwargs).run(
+                lambda copied: noted.append(uses.enter_context(WeightUses(copied, tagged))), training=True
+            )
+        result.used = set().union(*(each.used for each in noted))
         results = [x.grad_fn for x in tensors_left(copied, output) if x.grad_fn is not None]
     result.replaced = {name for name, m in copied.named_modules() if id(m) not in found}
     named = {id(parameter): name for name, parameter in copied.named_parameters()}

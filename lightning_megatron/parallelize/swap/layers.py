@@ -45,6 +45,7 @@ from lightning_megatron.parallelize.swap import divided
 from lightning_megatron.parallelize.swap.cached_heads import cutting_hook
 from lightning_megatron.parallelize.swap.divided import ByInput, ByOutput
 from lightning_megatron.parallelize.swap.sequence import SequencePlan
+from lightning_megatron.parallelize.trial.local_sizes import LocalSizes, by_owner
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 
 
@@ -196,8 +197,13 @@ class Builder:
             self._record(f"{name}.{down}", Style.ROWWISE, table, ends, "", "low-rank update")
 
     def _adapt(self, region: Region) -> None:
-        for (owner, attribute), value in region.attributes.items():
-            setattr(self.module.get_submodule(owner), attribute, value)
+        for name, local in by_owner(region.attributes).items():
+            owner = self.module.get_submodule(name)
+            if name:
+                LocalSizes(owner, local).install([self.module.get_submodule(region.scope)] if region.scope else [])
+                continue
+            for attribute, value in local.items():  # of the root more is run than its calls: steps, hooks
+                setattr(owner, attribute, value)
         if region.narrowed is not None and not region.gathered:
             columns = [self.module.get_submodule(name) for name in region.columns]
             Narrowing(region.narrowed[1], self.group.size()).install(

@@ -48,7 +48,7 @@ def used_directly(module: nn.Module, trace: Trace | None) -> set[int]:
     tied = {id(part.weight) for part in tables} & updated
     tied |= {id(part.weight) for part in tables if not looks_up_rows(part)}
     tied |= _shared_products(module)
-    met = set() if trace is None else trace.loose.union(*trace.between.values())
+    met = set() if trace is None else trace.loose.union(trace.used, *trace.between.values())
     return tied | {id(module.get_parameter(name)) for name in met}
 
 

@@ -26,6 +26,8 @@ from lightning_megatron.parallelize.reading.kinds import is_linear, is_transpose
 from lightning_megatron.parallelize.reading.low_rank import base_of, keep_outputs, linears_of, sizes_of, take
 from lightning_megatron.parallelize.reading.replay import Replay
 from lightning_megatron.parallelize.reading.trace import Trace, relative
+from lightning_megatron.parallelize.trial.afterwards import Afterwards
+from lightning_megatron.parallelize.trial.local_sizes import LocalSizes, by_owner
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 from lightning_megatron.parallelize.trial.training import (
     TOLERANCE,
@@ -79,6 +81,7 @@ class Bench:
         self._weight = self._row_weight()
         self.whole = self._evaluated(None)
         self._trained = self._whole_training()
+        self._afterwards: Afterwards | None = None
 
     def objection(self, candidate: Region, parts: int) -> str:
         """Why the terms of the ranks or their gradients in training do not add up to the whole; empty if they do.
@@ -87,7 +90,16 @@ class Bench:
             candidate: the region with the proposed cuts, attributes and arguments.
             parts: size of the tensor group.
         """
-        return self._deviation(candidate, parts) or self._training_deviation(candidate, parts)
+        deviation = self._deviation(candidate, parts) or self._training_deviation(candidate, parts)
+        local = candidate.attributes or candidate.narrowed is not None
+        return deviation or (self._deviation_behind(candidate, parts) if local else "")
+
+    def _deviation_behind(self, candidate: Region, parts: int) -> str:
+        if self._afterwards is None:
+            row = relative(self._region.row, self._region.scope)
+            self._afterwards = Afterwards(self._replay, row, self._tolerance)
+        share = _Share(candidate, parts, 0)
+        return self._afterwards.objection(lambda copied: self._localise(copied, share), *self._arguments_of(share))
 
     def _deviation(self, candidate: Region, parts: int) -> str:
         total = torch.zeros_like(self.whole)
@@ -198,13 +210,10 @@ class Bench:
         training: bool = False,
         seed: int = 0,
     ) -> Tensor:
-        (args, kwargs), weight = self.arguments, self._weight
+        (args, kwargs), weight = self._arguments_of(share), self._weight
         if share is not None:
             start, stop = block_range(weight.shape[1], share.parts, share.rank)
-            weight, sizes = weight[:, start:stop], share.region.sizes
-            if sizes is not None:
-                which = share.region.arguments
-                args, kwargs = slice_arguments(args, kwargs, which, sizes.heads, share.parts, share.rank)
+            weight = weight[:, start:stop]
 
         def prepare(copied: nn.Module) -> None:
             if share is not None:
@@ -219,6 +228,13 @@ class Bench:
             return reached.x.matmul(weight.t())
         raise LookupError(f"running {self._region.scope!r} again never called {self._region.row!r}")
 
+    def _arguments_of(self, share: _Share | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self.arguments
+        if share is None or share.region.sizes is None:
+            return args, kwargs
+        heads = share.region.sizes.heads
+        return slice_arguments(args, kwargs, share.region.arguments, heads, share.parts, share.rank)
+
     def _localise(self, copied: nn.Module, share: _Share) -> None:
         """Give a copy the slices, sizes and attributes of one rank."""
         region = share.region
@@ -231,8 +247,8 @@ class Bench:
         for name in self._tables(region):
             table = self._inside(copied, name).get_parameter("weight")
             table.data = take(table.data, 1, [block_range(table.shape[1], share.parts, share.rank)])
-        for (name, attribute), value in region.attributes.items():
-            setattr(self._inside(copied, name), attribute, value)
+        for name, local in by_owner(region.attributes).items():
+            LocalSizes(self._inside(copied, name), local).install([copied])
         if region.narrowed is not None:
             columns = [self._inside(copied, name) for name in region.columns]
             Narrowing(region.narrowed[1], share.parts).install(self._inside(copied, region.narrowed[0]), columns)

@@ -1,0 +1,110 @@
+"""Modules that read the sizes of their attention elsewhere than between its projections."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from tests.harness import RankInfo
+from tests.parity.train import make_trainer
+
+WIDTH, HEADS, VOCABULARY = 32, 4, 64
+
+
+class SizedAttention(nn.Module):
+    """Attention whose code behind the last projection reads a size.
+
+    Args:
+        kind: which size, and where it is read.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.n_head, self.n_embd, self.kind = HEADS, WIDTH, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (y.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+        y = self.c_proj(y.view(batch, length, width))
+        if self.kind == "norm of a weight":
+            return y / self.c_proj.weight.detach().norm()
+        if self.kind == "rows of a weight":
+            return y * self.c_attn.weight.shape[0] ** -0.5
+        if self.kind == "norm in training" and self.training:
+            return y / self.c_attn.weight.detach().norm()
+        if self.kind == "kept width":
+            return y / math.sqrt(width)
+        if self.kind == "width of the input":
+            return y * x.shape[-1] ** -0.5
+        if self.kind == "width":
+            return y / math.sqrt(self.n_embd)
+        return y / self.n_head if self.kind == "heads" else y
+
+
+class SizedLayer(nn.Module):
+    """A layer that may scale its attention by the number of heads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), SizedAttention(kind)
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.scales = kind == "heads in the layer"
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.attention(self.norm(x))
+        x = x + (mixed / self.attention.n_head if self.scales else mixed)
+        return x + self.mlp(x)
+
+
+class Sized(LightningModule):
+    """Two such layers; the step, the optimizer or a hook may read the number of heads as well."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers, self.kind = nn.ModuleList([SizedLayer(kind) for _ in range(2)]), kind
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) / (math.log(self.head.weight.shape[0]) if self.kind == "rows of the head" else 1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = loss * self.layers[0].attention.n_head if self.kind == "heads in the step" else loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        by_width = self.kind == "width in the optimizer"
+        return torch.optim.AdamW(self.parameters(), lr=0.3 / self.layers[0].attention.n_embd if by_width else 1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.kind == "heads in a hook":
+            with torch.no_grad():
+                self.head.weight.mul_(self.layers[0].attention.n_head / 3)
+
+
+def fit_sized(info: RankInfo, kind: str, options: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], list[str]]:
+    """Loss, whole weights and the styles of the layers after three steps."""
+    tokens = torch.randint(0, VOCABULARY, (12, 17), generator=torch.Generator().manual_seed(1))
+    trainer = make_trainer(info, "auto" if options is None else MegatronStrategy(**options), max_steps=3)
+    module = Sized(kind)
+    trainer.fit(module, DataLoader(tokens, batch_size=4))
+    loss = float(trainer.callback_metrics["train_loss"])
+    if options is None:
+        return loss, {name: value.clone() for name, value in module.state_dict().items()}, []
+    styles = [row.style for row in trainer.strategy.parallel_report.rows if row.name.startswith("layers.0.attention")]
+    return loss, {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}, styles

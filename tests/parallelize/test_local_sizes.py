@@ -1,0 +1,40 @@
+"""Code that reads the sizes of an attention elsewhere reads those of the model, whatever each rank has of its heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import one_process, run_trainers
+from tests.parallelize.size_scenarios import fit_sized
+
+INSIDE = ("kept width", "width of the input", "width", "heads")
+"""Code behind the projection, in the same forward: the attention is computed whole."""
+
+OUTSIDE = ("heads in the layer", "heads in the step", "width in the optimizer", "heads in a hook")
+"""Code of others: the attention is split by heads."""
+
+OF_WEIGHTS = ("norm of a weight", "rows of a weight", "norm in training")
+"""Code that uses a weight beside its layer, without a gradient or for its size: the layer stays whole."""
+
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {"tensor_parallel_size": 2}),
+    (2, {"tensor_parallel_size": 2, "sequence_parallel": True, "activation_recompute": "full"}),
+    (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batch_size": 2}),
+)
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=("tp2", "sequence", "tp2xpp2"))
+@pytest.mark.parametrize("kind", (*INSIDE, *OUTSIDE, *OF_WEIGHTS, "rows of the head"))
+def test_sizes_read_elsewhere_are_those_of_one_process(kind: str, layout: tuple[int, dict[str, Any]]) -> None:
+    loss, weights, _ = one_process(fit_sized, kind, None)
+    devices, options = layout
+    outcomes = [each.value for each in run_trainers(fit_sized, kind, options, devices=devices)]
+    for found, _, styles in outcomes:
+        assert found == pytest.approx(loss, rel=1e-9)
+        assert ("packed_colwise" in styles) == (kind in OUTSIDE or kind == "rows of the head")
+        assert any("wise" in style for style in styles) == (kind not in OF_WEIGHTS)
+    torch.testing.assert_close(outcomes[0][1], weights, rtol=1e-9, atol=1e-9)
