@@ -200,7 +200,8 @@ class Builder:
         for name, local in by_owner(region.attributes).items():
             owner = self.module.get_submodule(name)
             if name:
-                LocalSizes(owner, local).install([self.module.get_submodule(region.scope)] if region.scope else [])
+                around = [self.module.get_submodule(region.scope)] if region.scope else []
+                LocalSizes(owner, local).install(around, map(self.module.get_submodule, region.columns))
                 continue
             for attribute, value in local.items():  # of the root more is run than its calls: steps, hooks
                 setattr(owner, attribute, value)

@@ -31,11 +31,27 @@ class LocalSizes:
         self._whole: dict[str, Any] = {}
         self._depth = 0
 
-    def install(self, around: Iterable[nn.Module]) -> None:
-        """Add hooks to the module and to others, in whose calls the values are local as well."""
+    def install(self, around: Iterable[nn.Module], columns: Iterable[nn.Module] = ()) -> None:
+        """Add hooks to the module and to others, in whose calls the values are local as well.
+
+        Args:
+            around: the others.
+            columns: layers whose outputs are split, and which no code may call where the values are whole.
+        """
+        for column in columns:
+            column.register_forward_pre_hook(self._check)
         for module in {id(each): each for each in (self._owner, *around)}.values():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
+
+    def _check(self, column: nn.Module, args: Any) -> None:
+        if self._depth == 0:
+            names = " and ".join(f"`{name}`" for name in self._local)
+            raise RuntimeError(
+                f"A method of {type(self._owner).__name__} is run without a call of the module, and computes with the "
+                f"heads of one rank by {names} of all. Call the module (`forward`) and not the method, or leave its "
+                "layers out of `tensor_parallel_plan`."
+            )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
