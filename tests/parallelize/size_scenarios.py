@@ -97,6 +97,66 @@ class Sized(LightningModule):
                 self.head.weight.mul_(self.layers[0].attention.n_head / 3)
 
 
+class SizedNet(nn.Module):
+    """A model whose own code is an attention, in a method that its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.c_attn, self.c_proj, self.n_head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), HEADS
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        batch, length = tokens.shape
+        q, k, v = (y.reshape(batch, length, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.c_proj(y)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encode(tokens))
+
+
+class CallsMethods(LightningModule):
+    """Its step calls methods of the model, or the forward of such a model that is the LightningModule itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = SizedNet(), kind
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        net = self if isinstance(self, SizedNet) else self.net
+        logits = net.forward(batch[:, :-1]) if self.kind == "forward" else net.head(net.encode(batch[:, :-1]))
+        logits = logits / net.n_head if self.kind == "heads" else logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class CallsOwnMethods(CallsMethods, SizedNet):
+    """The same, where the LightningModule is the model."""
+
+    def __init__(self, kind: str) -> None:
+        LightningModule.__init__(self)
+        SizedNet.__init__(self)
+        self.kind = kind
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return SizedNet.forward(self, tokens)
+
+
+def fit_methods(info: RankInfo, kind: str, own: bool, options: dict[str, Any] | None) -> tuple[float, list[str]]:
+    """Loss and the styles of the layers after three steps."""
+    tokens = torch.randint(0, VOCABULARY, (12, 17), generator=torch.Generator().manual_seed(1))
+    trainer = make_trainer(info, "auto" if options is None else MegatronStrategy(**options), max_steps=3)
+    trainer.fit(CallsOwnMethods(kind) if own else CallsMethods(kind), DataLoader(tokens, batch_size=4))
+    rows = [] if options is None else trainer.strategy.parallel_report.rows
+    return float(trainer.callback_metrics["train_loss"]), [row.style for row in rows]
+
+
 def fit_sized(info: RankInfo, kind: str, options: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], list[str]]:
     """Loss, whole weights and the styles of the layers after three steps."""
     tokens = torch.randint(0, VOCABULARY, (12, 17), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness import one_process, run_trainers
-from tests.parallelize.size_scenarios import fit_sized
+from tests.parallelize.size_scenarios import fit_methods, fit_sized
 
 INSIDE = ("kept width", "width of the input", "width", "heads")
 """Code behind the projection, in the same forward: the attention is computed whole."""
@@ -38,3 +38,14 @@ def test_sizes_read_elsewhere_are_those_of_one_process(kind: str, layout: tuple[
         assert ("packed_colwise" in styles) == (kind in OUTSIDE or kind == "rows of the head")
         assert any("wise" in style for style in styles) == (kind not in OF_WEIGHTS)
     torch.testing.assert_close(outcomes[0][1], weights, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize("own", [False, True], ids=("a net", "the module"))
+@pytest.mark.parametrize("kind", ("method", "heads", "forward"))
+def test_sizes_are_local_in_methods_that_a_step_calls_in_place_of_their_module(kind: str, own: bool) -> None:
+    loss, _ = one_process(fit_methods, kind, own, None)
+    for outcome in run_trainers(fit_methods, kind, own, {"tensor_parallel_size": 2}, devices=2):
+        found, styles = outcome.value
+        assert found == pytest.approx(loss, rel=1e-9)
+        assert "packed_colwise" in styles

@@ -275,7 +275,8 @@ def _settle(
         for candidate in candidates(module, region, cuts, parts, trace):
             objection = bench.objection(candidate, parts)
             if not objection:
-                return replace(candidate, tried=tensor_arguments(*bench.arguments)), ""
+                methods = {(owner, method) for owner, names in bench.methods.items() for method in names}
+                return replace(candidate, methods=methods, tried=tensor_arguments(*bench.arguments)), ""
             closest = objection if objection.startswith("in training") else closest
             reason = closest or objection
     return None, reason
@@ -306,7 +307,13 @@ def _gathered_or_refused(
         )
     gathered = {n: ColumnCut.blocks(sizes_of(module.get_submodule(n))[1]) for n in region.columns}
     return replace(
-        region, gathered=True, cuts=gathered, attributes={}, arguments={}, narrowed=None, note=f"gathered: {reason}"
+        region,
+        gathered=True,
+        cuts=gathered,
+        attributes={},
+        arguments={},
+        narrowed=None,
+        note=f"gathered: {reason}",
     )
 
 
@@ -350,6 +357,7 @@ def _like(decided: Region, region: Region) -> Region:
         gathered=decided.gathered,
         cuts={columns[name]: cut for name, cut in decided.cuts.items()},
         attributes={(owners[name], attribute): value for (name, attribute), value in decided.attributes.items()},
+        methods={(owners[name], method) for name, method in decided.methods},
         arguments=decided.arguments,
         narrowed=None if decided.narrowed is None else (owners[decided.narrowed[0]], decided.narrowed[1]),
         tried=decided.tried,
@@ -384,4 +392,5 @@ def _renamed(region: Region, rename: Rename) -> Region:
         cuts={rename(name): cut for name, cut in region.cuts.items()},
         narrowed=None if region.narrowed is None else (rename(region.narrowed[0]), region.narrowed[1]),
         attributes={(rename(name), key): value for (name, key), value in region.attributes.items()},
+        methods={(rename(name), method) for name, method in region.methods},
     )

@@ -75,6 +75,7 @@ class Region:
             such a region can only be gathered.
         cuts: how each column-parallel layer is cut.
         attributes: (module name, attribute) -> local value.
+        methods: (module name, method), which a run has called on the way to the columns; ``forward`` is not named.
         arguments: arguments of the scope with one entry per head (ALiBi, position biases), sliced before the call:
             position or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
         sizes: attention sizes, if the region is an attention.
@@ -92,6 +93,7 @@ class Region:
     others: list[str] = field(default_factory=list)
     cuts: dict[str, ColumnCut] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+    methods: set[tuple[str, str]] = field(default_factory=set)
     arguments: dict[int | str, str] = field(default_factory=dict)
     sizes: HeadSizes | None = None
     narrowed: Door | None = None

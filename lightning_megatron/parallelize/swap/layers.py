@@ -197,16 +197,13 @@ class Builder:
             self._record(f"{name}.{down}", Style.ROWWISE, table, ends, "", "low-rank update")
 
     def _adapt(self, region: Region) -> None:
+        columns = [self.module.get_submodule(name) for name in region.columns]
         for name, local in by_owner(region.attributes).items():
-            owner = self.module.get_submodule(name)
-            if name:
-                around = [self.module.get_submodule(region.scope)] if region.scope else []
-                LocalSizes(owner, local).install(around, map(self.module.get_submodule, region.columns))
-                continue
-            for attribute, value in local.items():  # of the root more is run than its calls: steps, hooks
-                setattr(owner, attribute, value)
+            methods = [method for holder, method in sorted(region.methods) if holder == name]
+            around = [self.module.get_submodule(region.scope)]
+            run = methods if name else [*methods, "forward"]  # a step calls `self.forward(x)` as it does `self(x)`
+            LocalSizes(self.module.get_submodule(name), local).install(around, columns, run)
         if region.narrowed is not None and not region.gathered:
-            columns = [self.module.get_submodule(name) for name in region.columns]
             Narrowing(region.narrowed[1], self.group.size()).install(
                 self.module.get_submodule(region.narrowed[0]), columns
             )

@@ -6,12 +6,12 @@ The attributes of a region and the width of its input are local while its module
     return y / math.sqrt(self.n_embd)              n_embd / t, where one process divides by all of it
 
 So the module is run to its end with the sizes of one rank and the product of the whole layer, and must return what the
-unsplit module returns.
+unsplit module returns; so must those of its methods which a step may call in its place (``net.encode(x)``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.parallelize.reading.replay import Replay
+from lightning_megatron.parallelize.trial.local_sizes import keep_returned
 from lightning_megatron.parallelize.trial.training import NoDropout, has_numbers
 
 Run = Callable[[Callable[[nn.Module], Any], bool], Any]
@@ -31,10 +32,11 @@ class Afterwards:
         replay: of the module.
         row: name of the layer in it.
         tolerance: largest relative deviation that counts as equal.
+        methods: names of methods, by the name of the part that has them, which return what is compared too.
     """
 
-    def __init__(self, replay: Replay, row: str, tolerance: float) -> None:
-        self._replay, self._row, self._tolerance = replay, row, tolerance
+    def __init__(self, replay: Replay, row: str, tolerance: float, methods: Mapping[str, Iterable[str]]) -> None:
+        self._replay, self._row, self._tolerance, self._methods = replay, row, tolerance, methods
         self._whole = {training: self._recorded(training) for training in (False, True)}
 
     def objection(self, localise: Callable[[nn.Module], Any], args: Any, kwargs: Any) -> str:
@@ -49,10 +51,11 @@ class Afterwards:
             if whole is None:
                 continue
             products, expected = whole
-            given = iter(products)
+            given, kept = iter(products), list[Any]()
 
-            def prepare(copied: nn.Module, given: Iterator[Tensor] = given) -> None:
+            def prepare(copied: nn.Module, given: Iterator[Tensor] = given, kept: list[Any] = kept) -> None:
                 localise(copied)
+                self._keep(copied, kept)
                 copied.get_submodule(self._row).forward = lambda *_, **__: next(given).clone()
 
             try:
@@ -60,7 +63,7 @@ class Afterwards:
                     returned = self._replay.run(prepare, args=args, kwargs=kwargs, training=training)[1]
             except Exception as error:  # the user's code, with sizes that it may not fit
                 return f"behind {self._row!r}, {type(error).__name__}: {error}".splitlines()[0]
-            found = tree_leaves(returned)
+            found = tree_leaves((returned, kept))
             if len(found) == len(expected) and all(map(self._alike, found, expected)):
                 continue
             return f"code behind {self._row!r} reads a size that is another on each rank"
@@ -87,8 +90,10 @@ class Afterwards:
 
     def _run(self, training: bool, seed: int) -> tuple[list[Tensor], list[Any]] | None:
         products: list[Tensor] = []
+        kept: list[Any] = []
 
         def watch(copied: nn.Module) -> None:
+            self._keep(copied, kept)
             copied.get_submodule(self._row).register_forward_hook(
                 lambda layer, inputs, output: products.append(output.detach().clone())
             )
@@ -98,4 +103,10 @@ class Afterwards:
                 returned = self._replay.run(watch, training=training, seed=seed)[1]
         except Exception:  # code that cannot run so here: it is not compared
             return None
-        return products, [value.detach() if isinstance(value, Tensor) else value for value in tree_leaves(returned)]
+        return products, [
+            value.detach() if isinstance(value, Tensor) else value for value in tree_leaves((returned, kept))
+        ]
+
+    def _keep(self, copied: nn.Module, kept: list[Any]) -> None:
+        for owner, methods in self._methods.items():
+            keep_returned(copied.get_submodule(owner), methods, kept)

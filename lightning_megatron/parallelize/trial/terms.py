@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import block_range
-from lightning_megatron.mesh.parts.names import lies_in
+from lightning_megatron.mesh.parts.names import lies_in, parent
 from lightning_megatron.parallelize.plan.blueprint import Region
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.parallelize.reading.divisible import divisible, keep_features, tensors_of
@@ -27,7 +27,7 @@ from lightning_megatron.parallelize.reading.low_rank import base_of, keep_output
 from lightning_megatron.parallelize.reading.replay import Replay
 from lightning_megatron.parallelize.reading.trace import Trace, relative
 from lightning_megatron.parallelize.trial.afterwards import Afterwards
-from lightning_megatron.parallelize.trial.local_sizes import LocalSizes, by_owner
+from lightning_megatron.parallelize.trial.local_sizes import LocalSizes, by_owner, note_methods
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
 from lightning_megatron.parallelize.trial.training import (
     TOLERANCE,
@@ -66,6 +66,7 @@ class Bench:
     Attributes:
         arguments: positional and keyword arguments of the recorded call of the scope.
         whole: product of the unsplit row-parallel layer, without its bias: [.., out].
+        methods: by the name of a module with columns, its methods on the way to their calls.
 
     Raises:
         LookupError: the scope or its row-parallel layer did not run.
@@ -79,6 +80,7 @@ class Bench:
         self.arguments = kept.args, kept.kwargs
         self._replay = Replay(self._with_random_weights(kept.part), kept.args, kept.kwargs)
         self._weight = self._row_weight()
+        self.methods: dict[str, set[str]] = {parent(name): set() for name in region.columns}
         self.whole = self._evaluated(None)
         self._trained = self._whole_training()
         self._afterwards: Afterwards | None = None
@@ -97,7 +99,8 @@ class Bench:
     def _deviation_behind(self, candidate: Region, parts: int) -> str:
         if self._afterwards is None:
             row = relative(self._region.row, self._region.scope)
-            self._afterwards = Afterwards(self._replay, row, self._tolerance)
+            methods = {relative(owner, self._region.scope): names for owner, names in self.methods.items()}
+            self._afterwards = Afterwards(self._replay, row, self._tolerance, methods)
         share = _Share(candidate, parts, 0)
         return self._afterwards.objection(lambda copied: self._localise(copied, share), *self._arguments_of(share))
 
@@ -218,6 +221,8 @@ class Bench:
         def prepare(copied: nn.Module) -> None:
             if share is not None:
                 self._localise(copied, share)
+            else:
+                self._note_methods(copied)
             if watch is not None:
                 watch(copied)
             self._inside(copied, self._region.row).register_forward_pre_hook(_stop, with_kwargs=True)
@@ -227,6 +232,11 @@ class Bench:
         except _Reached as reached:
             return reached.x.matmul(weight.t())
         raise LookupError(f"running {self._region.scope!r} again never called {self._region.row!r}")
+
+    def _note_methods(self, copied: nn.Module) -> None:
+        for owner, found in self.methods.items():
+            columns = [self._inside(copied, name) for name in self._region.columns if parent(name) == owner]
+            note_methods(self._inside(copied, owner), columns, found)
 
     def _arguments_of(self, share: _Share | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = self.arguments
