@@ -28,12 +28,12 @@ from lightning_megatron.data_parallel.master_weights import MasterWeights
 from lightning_megatron.data_parallel.presplit import ReplicaAverage, splits_itself
 from lightning_megatron.data_parallel.update.host_plan import HostPlan
 from lightning_megatron.data_parallel.update.kept_state import KeptState
-from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.piecewise import PiecewiseUpdate
 from lightning_megatron.data_parallel.update.sent_gradients import Change, SentGradients
 from lightning_megatron.data_parallel.update.step_hooks import StepHooks
 from lightning_megatron.data_parallel.update.whole_matrices import whole_matrices
 from lightning_megatron.data_parallel.update.whole_steps import WholeSteps
+from lightning_megatron.data_parallel.windows.arriving import ArrivingWindows
 from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spread_parameters
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
@@ -89,7 +89,7 @@ class ModelGradients:
         self._autograd: GradientSink = LocalGradients(())
         if splits_itself(module) and mesh.layout.data > 1:
             self._autograd = ReplicaAverage(module, mesh.group("data_parallel"))
-        self._late: LateGather | None = None
+        self._late: ArrivingWindows | None = None
         self._sent = SentGradients()
         self.windows: StepWindows | None = None
         self._kept = KeptState(module, tensor, self._place)
@@ -222,7 +222,7 @@ class ModelGradients:
             return
         if self.buckets.updates_pieces or skips or not self.buckets.buckets:  # those of what is unfrozen later follow
             if options.overlap_gather and replicas.shards > 1 and not reads_weights:
-                self._late = LateGather(self._module, self.buckets)
+                self._late = ArrivingWindows(self._module, self.buckets)
             for optimizer in optimizers:
                 means = self._late, self._kept.wholes, host.steps(optimizer) if host else None
                 self.updates[id(optimizer)] = PiecewiseUpdate(optimizer, self.buckets, *means)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data_parallel.update.late_gather import LateGather
+from lightning_megatron.data_parallel.windows.arriving import ArrivingWindows
 from tests.harness import RankInfo
 from tests.parity.train import make_trainer
 from tests.parity.zoo.data import VOCABULARY, Items, loader
@@ -289,20 +291,29 @@ def norms(info: RankInfo, setup: Setup) -> list[float]:
 
 
 class OwnUse(SharedTask):
-    """Uses weights without calling the modules that hold them: before, or only from the second batch on."""
+    """Uses weights without calling the modules that hold them.
 
-    def __init__(self, late: bool) -> None:
+    Args:
+        kind: ``always``, ``later`` (from the second batch on, and a copy of the module); if ``unseen``, torch reports
+            no use.
+    """
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.apart, self.late = nn.Linear(VOCABULARY, 3), late
+        self.apart, self.kind = nn.Linear(VOCABULARY, 3), kind
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.late and batch_idx == 0:
+        if "later" in self.kind and batch_idx == 0:
             return self.net(*batch)[1]
-        penalty = self.apart.weight.square().sum() + self.net.transformer.wpe.weight.square().sum()
+        copied = copy.deepcopy(self.apart) if self.kind == "later" else None
+        with torch._C.DisableTorchFunctionSubclass() if "unseen" in self.kind else nullcontext():
+            penalty = self.apart.weight.square().sum() + self.net.transformer.wpe.weight.square().sum()
+        if copied is not None:
+            penalty = penalty * copied.weight.detach().square().sum()
         return self.net(*batch)[1] + 0.1 * penalty
 
 
-def quiet(info: RankInfo, setup: Setup, own_use: bool | None = None) -> dict[str, Any]:
+def quiet(info: RankInfo, setup: Setup, own_use: str | None = None) -> dict[str, Any]:
     """Trains without a callback that could look at weights; reports how many gathers a step left under way."""
     strategy: Any = "auto"
     if setup.layout is not None:
@@ -310,14 +321,18 @@ def quiet(info: RankInfo, setup: Setup, own_use: bool | None = None) -> dict[str
 
         strategy = MegatronStrategy(*setup.layout, **setup.strategy)
     trainer = make_trainer(info, strategy, max_epochs=2, limit_val_batches=0, **setup.trainer)
-    module = SharedTask() if own_use is None else OwnUse(own_use)
-    pending, start = list[int](), LateGather.start
+    module = SharedTask() if own_use in (None, "compiled") else OwnUse(str(own_use))
+    if own_use == "compiled":
+        blocks = module.net.transformer.h
+        for index, block in enumerate(blocks):
+            blocks[index] = torch.compile(block, backend="eager")
+    pending, start = list[int](), ArrivingWindows.start
 
-    def counted(self: LateGather, buckets: Any) -> None:
+    def counted(self: ArrivingWindows, buckets: Any) -> None:
         start(self, buckets)
-        pending.append(len(self._pending))
+        pending.append(len(self.under_way))
 
-    with mock.patch.object(LateGather, "start", counted):
+    with mock.patch.object(ArrivingWindows, "start", counted):
         trainer.fit(module)
     whole = trainer.strategy.full_state_dict() if setup.layout is not None else module.state_dict()
     return {"weights": {name: value.detach().clone() for name, value in whole.items()}, "pending": pending}

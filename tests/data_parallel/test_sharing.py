@@ -189,16 +189,21 @@ def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
 LATE = {**SMALL, "overlap_parameter_gather": True}
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("layout", "own_use"),
     rows(
-        {"dp2-weights used apart": ((1, 2, 1), False), "pp2xdp2-modules called": ((2, 2, 1), None)},
-        wide={"dp2-modules called": ((1, 2, 1), None), "pp2xdp2-weights used apart": ((2, 2, 1), False)},
+        {"dp2-weights used apart later": ((1, 2, 1), "later"), "pp2xdp2-modules called": ((2, 2, 1), None)},
+        wide={
+            "dp2-weights used apart": ((1, 2, 1), "always"),
+            "dp2-modules called": ((1, 2, 1), None),
+            "pp2xdp2-weights used apart": ((2, 2, 1), "always"),
+            "pp2xdp2-weights used apart later": ((2, 2, 1), "later"),
+        },
     ),
 )
 def test_weights_that_travel_during_the_next_step_are_waited_for(
-    layout: tuple[int, int, int], own_use: bool | None
+    layout: tuple[int, int, int], own_use: str | None
 ) -> None:
     wanted = one_process(quiet, Setup(), own_use)["weights"]
     setup = Setup(layout, LATE)
@@ -208,9 +213,18 @@ def test_weights_that_travel_during_the_next_step_are_waited_for(
         assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-9), name
 
 
-def test_a_later_use_that_nothing_waits_for_is_refused() -> None:
-    with pytest.raises(JobFailed, match="was used without calling the module that holds it"):
-        run_trainers(quiet, Setup((1, 2, 1), LATE), True, devices=2)
+def test_a_use_that_torch_does_not_report_is_refused() -> None:
+    setup = Setup((1, 2, 1), {**LATE, "bucket_size_mb": 1e-5, "whole_batch_loss": False})
+    with pytest.raises(JobFailed, match=r"`apart.weight` was used in a function that torch does not report"):
+        run_trainers(quiet, setup, "unseen", devices=2)
+
+
+@pytest.mark.wide
+def test_compiled_layers_find_updated_weights_there() -> None:
+    wanted = one_process(quiet, Setup(), None)["weights"]
+    outcomes = run_trainers(quiet, Setup((1, 2, 1), LATE), "compiled", devices=2)
+    for name, value in outcomes[0].value["weights"].items():
+        assert torch.allclose(value, wanted[name.replace("_orig_mod.", "")], rtol=1e-9, atol=1e-9), name
 
 
 def test_a_hook_that_may_look_at_weights_keeps_the_gather_in_the_update() -> None:

@@ -121,6 +121,7 @@ class _WithoutBucket:
 
     def __call__(self, protocol: Any) -> Any:
         parameter: Any = self._parameter()
+        parameter.detach()  # waits for values that are under way
         kind: Any = type(parameter)
         if kind is not nn.Parameter:  # a hook sees it whole, and it is pickled as it is seen
             return kind.__reduce_ex__(parameter, protocol)

@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 from lightning_megatron.data_parallel.buckets.bucket import Bucket, Piece
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
 from lightning_megatron.data_parallel.update.hosted_steps import HostedSteps
-from lightning_megatron.data_parallel.update.late_gather import LateGather
 from lightning_megatron.data_parallel.update.step_hooks import StepHooks, carry_marks
 from lightning_megatron.data_parallel.update.whole_matrices import WholeMatrices
+from lightning_megatron.data_parallel.windows.arriving import ArrivingWindows
 
 
 class PiecewiseUpdate(StepHooks):
@@ -49,7 +49,7 @@ class PiecewiseUpdate(StepHooks):
         self,
         optimizer: Optimizer,
         buckets: GradientBuckets,
-        late: LateGather | None = None,
+        late: ArrivingWindows | None = None,
         wholes: WholeMatrices | None = None,
         hosted: HostedSteps | None = None,
     ) -> None:

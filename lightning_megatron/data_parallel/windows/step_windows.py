@@ -15,29 +15,22 @@ finds them whole, and the window then stays open to the end of the step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.data_parallel.buckets.buckets import GradientBuckets
-from lightning_megatron.data_parallel.update.late_gather import ReportedUses
 from lightning_megatron.data_parallel.windows.agreement import Agreement
 from lightning_megatron.data_parallel.windows.ahead import Ahead
 from lightning_megatron.data_parallel.windows.freeing import Freeing
-from lightning_megatron.data_parallel.windows.saved_weights import saved_weights
+from lightning_megatron.data_parallel.windows.openers import Openers
 from lightning_megatron.data_parallel.windows.sharded_weights import ShardedWeights
 from lightning_megatron.data_parallel.windows.spread import Spread
-from lightning_megatron.data_parallel.windows.window import Window, WindowOwner
-from lightning_megatron.layers.whole.base import WholeTensor
+from lightning_megatron.data_parallel.windows.window import Window
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack, Wrapper
 
 
 class StepWindows:
@@ -55,8 +48,11 @@ class StepWindows:
     Attributes:
         windows, agreement: in the order of the layers, and what the replicas tell each other of them.
         freeing: decides whether windows stay open to the end of a step.
+        active: whether a training step is under way, outside of which no window opens by itself.
         left_spread: what was lacking for whole weights after the last step; "" where they are whole.
     """
+
+    closes = True
 
     def __init__(
         self,
@@ -85,35 +81,24 @@ class StepWindows:
             for number, name in enumerate(spread.modules)
         ]
         self.freeing = Freeing(asked.free, self.windows)
-        self._of = {id(parameter): window for window in self.windows for parameter in window.parameters}
         self._recent: list[Window] = []
         self._behind = False  # a backward, or still before it
-        self._active, self.left_spread = False, ""
+        self.active, self.left_spread = False, ""
         self._opened: dict[int, int] = {}
-        opens = defaultdict[str, list[Window]](list)
+        self._openers = Openers(module, self)
         for window in self.windows:
-            for name in spread.modules[window.name]:
-                opens[name].append(window)
-        self._most_recent = 1 + max((len(windows) for windows in opens.values()), default=1)
-        self._layers = [module.get_submodule(name) for name in opens]
-        for layer, windows in zip(self._layers, opens.values(), strict=True):
-            LayerWindow(layer, windows, self).install()
+            self._openers.add(window, spread.modules[window.name])
+        self._most_recent = 1 + self._openers.most
         buckets.on_arrival, buckets.launches.on_end = self._check, self._end_backward
-
-    @property
-    def active(self) -> bool:
-        """Whether a training step is under way, outside of which no window opens by itself."""
-        return self._active
 
     def close(self) -> None:
         """Leave the layers' forwards as they were; the windows stay as they are."""
-        self._active, self._buckets.on_arrival, self._buckets.launches.on_end = False, None, None
-        for layer in self._layers:
-            ForwardStack.of(layer).remove(ForwardSlot.WEIGHTS)
+        self.active, self._buckets.on_arrival, self._buckets.launches.on_end = False, None, None
+        self._openers.remove()
 
     def show_all(self) -> None:
         """Make all weights whole, until the next training step; collective over the replicas."""
-        self._active, self._recent = False, []
+        self.active, self._recent = False, []
         for window in self.windows:
             window.open()
 
@@ -152,7 +137,7 @@ class StepWindows:
 
     def spread_place(self, parameter: nn.Parameter) -> tuple[Bucket, int] | None:
         """Location of a parameter of which this rank now has only its shard: its bucket, and its index there."""
-        window = self._of.get(id(parameter))
+        window = self._openers.window_of(parameter)
         if window is None or window.is_open:
             return None
         places = ((b, [id(p) for p in b.parameters]) for b in window.buckets)
@@ -167,9 +152,9 @@ class StepWindows:
         self._opened = {id(window): window.opened for window in self.windows}
         self._ahead.begin()
         self.freeing.begin()
-        self._active = True
+        self.active = True
         self._buckets.pace(not self.freeing.keeps)
-        with ReportedUses(self.hold_used):
+        with self._openers.watched():
             yield
         if self._looks_before_backward:
             self.hold_all()
@@ -189,7 +174,7 @@ class StepWindows:
     @property
     def opens_in_evaluation(self) -> bool:
         """Whether weights are spread now, and there is no reason to make all of them whole for a step of evaluation."""
-        return self.stays_spread and not (self.freeing.keeps or self._active) and self.place is not None
+        return self.stays_spread and not (self.freeing.keeps or self.active) and self.place is not None
 
     def are_equal(self, number: int) -> bool:
         """Whether a number is the same on all replicas that share the weights of a window; collective over them."""
@@ -199,19 +184,19 @@ class StepWindows:
     def evaluation(self) -> Iterator[None]:
         """Around a step of evaluation, in which layers open and close as in a forward, the same on all replicas."""
         self._hide_all()
-        ahead, self._ahead, self._active, self._behind = self._ahead, self._evaluated, True, False
+        ahead, self._ahead, self.active, self._behind = self._ahead, self._evaluated, True, False
         self._ahead.begin()
         try:
-            with ReportedUses(self.hold_used):
+            with self._openers.watched():
                 yield
         finally:
-            self._active, self._ahead = False, ahead
+            self.active, self._ahead = False, ahead
         self.agreement.read()
         self._hide_all()
 
     def hold_all(self) -> None:
         """Make all weights whole, to the end of the step; collective over the replicas."""
-        for window in self.windows if self._active else ():
+        for window in self.windows if self.active else ():
             self._hold(window)
         self._buckets.pace(False)
 
@@ -221,10 +206,10 @@ class StepWindows:
         Returns:
             A description of when later steps free weights, if this step has settled that.
         """
-        if not self._active:
+        if not self.active:
             return ""
         self.agreement.read()
-        self._active, before = False, self.freeing.chosen
+        self.active, before = False, self.freeing.chosen
         self.freeing.end(updates=self._buckets.reduces)
         if self._stays_whole:
             self.show_all()
@@ -232,21 +217,15 @@ class StepWindows:
             self._hide_all()
         return self.freeing.chosen if self.freeing.chosen != before else ""
 
-    def hold_used(self, parameter: Tensor) -> None:
-        """Let a weight that is used outside of its layer be whole to the end of the step."""
-        window = self._of.get(id(parameter))
-        if window is not None and self._active and not window.is_open:
-            self._hold(window)
-
     def _end_backward(self) -> None:
         """Refuse that another replica still gathers, where those sums start that have not been agreed on."""
-        if self._active and self._buckets.launches.paced:
+        if self.active and self._buckets.launches.paced:
             self.agreement.end_backward()
 
     def _check(self, bucket: Bucket, index: int) -> None:
         """Refuse a gradient of a weight that was hidden all along, as what used it has told nobody."""
-        window = self._of.get(id(bucket.parameters[index])) if bucket.lies_apart else None
-        if window is not None and self._active and window.opened == self._opened.get(id(window)):
+        window = self._openers.window_of(bucket.parameters[index]) if bucket.lies_apart else None
+        if window is not None and self.active and window.opened == self._opened.get(id(window)):
             raise RuntimeError(
                 f"`{bucket.names[index]}` was used in a function that torch does not report, without a call of the "
                 f"module that holds it, so that its values were not there (`weight_sharding=True`); call "
@@ -292,7 +271,7 @@ class StepWindows:
 
     def need(self, window: Window) -> None:
         """Open a window in a backward, and close the one that was needed longest ago."""
-        if not self._active or window.held:
+        if not self.active or window.held:
             return
         self._behind = True
         self.open(window)
@@ -317,53 +296,3 @@ class StepWindows:
 
     def _forget(self, window: Window) -> None:
         self._recent = [other for other in self._recent if other is not window]
-
-
-class LayerWindow(Wrapper):
-    """Opens the window of a layer around its forward, and makes sure that its backward finds it open.
-
-    Args:
-        module: the layer.
-        windows: with its weights.
-        owner: closes the windows.
-    """
-
-    slot = ForwardSlot.WEIGHTS
-
-    def __init__(self, module: nn.Module, windows: Sequence[Window], owner: WindowOwner) -> None:
-        super().__init__(module)
-        self._windows = list(windows)
-        self._owner: WindowOwner | None = owner
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of the layer has weights of its own."""
-        return {**self.__dict__, "_windows": [], "_owner": None}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        windows, owner = self._windows, self._owner
-        if owner is None or not owner.active:
-            return self.forward(*args, **kwargs)
-        for window in windows:
-            owner.open(window)
-        owner.gather_ahead()
-        try:
-            with saved_weights(windows, owner) if torch.is_grad_enabled() else nullcontext():
-                output = self.forward(*args, **kwargs)
-            self._follow(output, windows, owner)
-            return output
-        finally:
-            for window in windows:
-                owner.leave(window)
-
-    @staticmethod
-    def _follow(output: Any, windows: Sequence[Window], owner: WindowOwner) -> None:
-        for leaf in pytree.tree_leaves(output):
-            if not isinstance(leaf, Tensor):
-                continue
-            if isinstance(leaf, WholeTensor):  # gradients pass its part
-                leaf = leaf.local()
-            for window in windows:
-                if window.has_memory_of(leaf):  # a weight is given out, to be used elsewhere
-                    window.held = True
-                if leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(lambda _, window=window: owner.need(window))

@@ -12,7 +12,6 @@ Which window is next, the call before has shown; until then it is the next one i
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,11 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.data_parallel.update.late_gather import ReportedUses
-from lightning_megatron.data_parallel.windows.step_windows import LayerWindow
+from lightning_megatron.data_parallel.windows.openers import Openers
 from lightning_megatron.data_parallel.windows.window import Window
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.pipeline.forwards.stack import ForwardSlot, ForwardStack
 
 Read = Callable[[Sequence[str]], dict[str, Tensor]]
 """Gives tensors by name, on the device that computes; called by a thread."""
@@ -119,7 +116,7 @@ class StreamedWindows:
         read: where values come from; set before the first call.
     """
 
-    active = True
+    active = closes = True
     read: Read
 
     def __init__(
@@ -137,15 +134,10 @@ class StreamedWindows:
         self._in_backward: Window | None = None
         self._reading: dict[int, Future[dict[str, Tensor]]] = {}
         self._thread = ThreadPoolExecutor(1, "weights")
-        self._of = {id(parameter): window for window in self.windows for parameter in window.parameters}
         self.live_bytes = self.peak_bytes = self.read_bytes = 0
-        opens = defaultdict[str, list[Window]](list)
+        self._openers = Openers(module, self)
         for window in self.windows:
-            for name in openers[window.name]:
-                opens[name].append(window)
-        for name, own in opens.items():
-            LayerWindow(module.get_submodule(name), own, self).install()
-        self._layers = [module.get_submodule(name) for name in opens]
+            self._openers.add(window, openers[window.name])
 
     @property
     def largest(self) -> int:
@@ -156,18 +148,11 @@ class StreamedWindows:
     def step(self) -> Iterator[None]:
         """Around code that may use weights without a call of their layer: those are whole to its end."""
         try:
-            with ReportedUses(self.hold_used):
+            with self._openers.watched():
                 yield
         finally:
             for window in self.windows:
                 window.close()
-
-    def hold_used(self, parameter: Tensor) -> None:
-        """Let a weight that is used outside of its layer be there to the end of the step."""
-        window = self._of.get(id(parameter))
-        if window is not None and not window.is_open:
-            window.open()
-            window.held = True
 
     def open(self, window: Window) -> None:
         """Let the weights be there; those that follow are read ahead."""
@@ -227,8 +212,7 @@ class StreamedWindows:
         """Leave the layers' forwards as they were before; their weights stay hidden."""
         self.rest()
         self._thread.shutdown()
-        for layer in self._layers:
-            ForwardStack.of(layer).remove(ForwardSlot.WEIGHTS)
+        self._openers.remove()
 
     def _following(self, window: StreamedWindow) -> list[StreamedWindow]:
         """The closed windows that are needed next."""

@@ -99,6 +99,16 @@ class Window:
                 bucket.show_weights()
         self.coming = True
 
+    def renew(self) -> None:
+        """Begin to gather weights that have memory all along and were updated; collective over the replicas.
+
+        They are not to be used until :meth:`open` has waited for them.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for bucket in self._buckets:
+                bucket.start_gather()
+        self.is_open, self.coming = False, True
+
     def open(self) -> None:
         """Gather the weights, unless they are whole; collective over the replicas.
 
@@ -187,11 +197,15 @@ def disguised(windows: Sequence[Window], disguise: Disguise) -> Iterator[None]:
 
 
 class WindowOwner(Protocol):
-    """Decides when the windows of layers close."""
+    """Decides when the windows of layers close.
 
-    @property
-    def active(self) -> bool:
-        """Whether a call of a layer opens its windows."""
+    Attributes:
+        active: whether a call of a layer opens its windows.
+        closes: whether it ever closes them while a step goes on.
+    """
+
+    active: bool
+    closes: bool
 
     def open(self, window: Window) -> None:
         """A layer is about to run."""

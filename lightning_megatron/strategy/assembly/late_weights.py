@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.checkpoints.loading.as_built import AsBuilt, is_hidden
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
-from lightning_megatron.data_parallel.update.late_gather import reads_values
+from lightning_megatron.data_parallel.windows.reported_uses import ReportedUses
 from lightning_megatron.mesh.messages import objects
-from lightning_megatron.pipeline.elsewhere.away import tensors_in
 
 
 class LateWeights:
@@ -53,7 +51,7 @@ class LateWeights:
         ranks; collective over them.
         """
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        with _Looks({id(tensor) for tensor in tensors}, self.show):
+        with ReportedUses({id(tensor) for tensor in tensors}, lambda _: self.show()):
             yield
         if any(objects.gather(not self._pending, None)):
             self.show()
@@ -87,21 +85,3 @@ class LateWeights:
 
 def _rounded(dtype: torch.dtype, take: Callable[[Tensor], Any], values: Tensor) -> None:
     take(values.to(dtype))
-
-
-class _Looks(TorchFunctionMode):
-    """Tells when a function may read values of some tensors.
-
-    Args:
-        ids: of the tensors.
-        looked: called before the function.
-    """
-
-    def __init__(self, ids: set[int], looked: Callable[[], None]) -> None:
-        super().__init__()
-        self._ids, self._looked = ids, looked
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_values(func) and any(id(each) in self._ids for each in tensors_in((args, kwargs or {}))):
-            self._looked()
-        return func(*args, **(kwargs or {}))
