@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.layers.table import ParameterSharding
-from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.mesh.messages.collectives import extremes_over
 from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import METADATA, line_of_user
@@ -34,12 +33,10 @@ from lightning_megatron.pipeline.run.pipeline_step import loss_of
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.lightning import distributed
-from lightning_megatron.strategy.lightning.trainer_access import stops
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
-from lightning_megatron.strategy.loss.cuts import Cuts
+from lightning_megatron.strategy.loss.cuts import Cut, Cuts
 from lightning_megatron.strategy.loss.replicas_said import warn_of_own_gradients
-from lightning_megatron.strategy.step.replica_mean import ReplicaMean
-from lightning_megatron.strategy.step.step import Accumulation, Outcome, Step
+from lightning_megatron.strategy.step.step import Accumulation, Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _ALIKE = {torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative
@@ -217,103 +214,87 @@ class WeightCopies:
                 )
 
 
-class StepByHand:
-    """A step of manual optimization through several stages; see :class:`~lightning_megatron.strategy.step.step.Step`.
+class StagesRun:
+    """The user's code of manual optimization, once on every stage; see :class:`.WholeRun`.
 
-    The user's code runs once on every stage. Each ``self.manual_backward(loss)`` ends a pass through the stages
+    Each ``self.manual_backward(loss)`` ends a pass through the stages
     (:mod:`~lightning_megatron.pipeline.run.passes`), and then every stage has the gradients of its weights, summed over
     the replicas, and the number of the loss. Updates in between are the user's.
 
     Args:
         context: what steps run on, with several stages.
         stage: this rank's.
-        evaluates: runs the steps of evaluation.
         cuts: compare what replicas write.
-        copies: weights that tensor-parallel ranks hold whole.
     """
 
-    def __init__(
-        self, context: StepContext, stage: Stage, evaluates: Step, cuts: Cuts, copies: WeightCopies | None
-    ) -> None:
+    delivers = True
+
+    def __init__(self, context: StepContext, stage: Stage, cuts: Cuts) -> None:
         self._module, self._mesh, self._device = context.module, context.mesh, context.device
         self._stages, self._stage, self._streams = context.stages, stage, context.streams
         self._gradients, self._recording, self._losses = context.gradients, context.recording, context.losses
-        self._copies, self._has_loss = copies, self._mesh.rank == self._mesh.loss_rank
-        self.evaluate, self._cuts = evaluates.evaluate, cuts
-        self._mean = ReplicaMean(self._mesh, self._device)
+        self._cuts, self.has_loss = cuts, self._mesh.rank == self._mesh.loss_rank
         self._schedule: Schedule | None = None
         self._passes: Passes | None = None
-        self._outcome: Outcome | None = None
+        self._deaf: _Deaf | None = None
         self._said, self._refusing = False, BackwardsByHand(_refused, nullcontext)
         self._taken = GradientsTaken(context.replicas_told)
 
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
-        """Run the user's step; its backwards come to :meth:`backward` meanwhile."""
-        self._outcome, self._schedule = None, self._schedule or self._stages.schedule(1, forward_only=False)
+    def choose(self, call: Callable[[Any], Any], batch: Any, *, first: bool) -> tuple[Any, Cut]:
+        """The batch; replicas count alike, as nothing is tried of a step that updates."""
         self._say()
         self._stages.begin_training()
-        compares = self._losses.compares and self._has_loss
-        if compares:
-            self._losses.take_batch(batch, "training_step", self._device)
         self._cuts.begin()
-        with self._recording.step(over="training") as recorder, self._streams.step(training=True):
-            deaf = _Deaf(self._module)
-            if not self._has_loss:
-                self._recording.recorder = deaf
-            with self._stages.running(batch, 1, training=True) as executor:
-                around = self._stage, executor, self._streams, self._device, self._schedule, batch
-                self._passes = Passes(*around, self._gradients.sink)
-                with self._passes.running(), self._refusing, self._taken:
-                    output = call(batch)
-            self._passes = None
-            if compares:
-                self._losses.compare(None, "training_step", self._device)
-            self._cuts.look()
-            self._outcome = self._stages.outcome(lambda: self._merge(output, recorder), "training_step")
-        self._cuts.settle()
-        deaf.check({key.name for key in self._outcome.logs.keys})
-        if self._copies is not None:
-            self._copies.compare()
-        return self._outcome.output
+        return batch, self._cuts.latest
 
-    def _merge(self, output: Any, recorder: LogRecorder) -> Outcome:
-        """The outcome, over all replicas; on the stage that computes the loss."""
-        refuse_away(output, "what `training_step` returned")
-        output = map_tensors(output, torch.detach)
-        outcome = Outcome(recorder.collect(self._device), output=output, stop=stops(self._module))
-        self._mean.start(outcome, meets=True)
-        self._mean.finish(outcome)
-        return outcome
+    def drawing(self, batch: Any, name: str, *, training: bool) -> AbstractContextManager[None]:
+        """Every pass is a micro-batch of its own."""
+        return self._streams.step(training=training)
 
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
+    @contextmanager
+    def running(self, batch: Any, window: Accumulation) -> Iterator[None]:
+        """Backwards come to :meth:`backward` meanwhile; a stage without the loss logs nothing."""
+        if not self.has_loss:
+            self._recording.recorder = self._deaf = _Deaf(self._module)
+        with self._stages.running(batch, 1, training=True) as executor:
+            self._schedule = self._schedule or self._stages.schedule(1, forward_only=False)
+            around = self._stage, executor, self._streams, self._device, self._schedule, batch
+            self._passes = Passes(*around, self._gradients.sink)
+            with self._passes.running(), self._refusing, self._taken:
+                yield
+        self._passes = None
+
+    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation, scale: float) -> None:
         """End a pass: all stages run its backward. Then the loss is the number that it is, wherever it was not."""
         if self._passes is None:
             raise RuntimeError("`self.manual_backward` was called outside of a training step.")
-        if self._has_loss:
+        if self.has_loss:
             loss_of(loss)
             refuse_away(loss, "the loss given to `self.manual_backward`")
             self._losses.note([loss.detach()])
         sink = self._gradients.sink
-        sink.begin(fresh=None, reduce=window.last, divide_by=self._mesh.layout.data, scale=window.scale)
+        sink.begin(fresh=None, reduce=window.last, divide_by=self._mesh.layout.data, scale=scale)
         with self._refusing.allowed():
-            self._passes.backward(loss, window.scale)
+            self._passes.backward(loss, scale)
         sink.finish()
         number = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._has_loss:
+        if self.has_loss:
             number.copy_(loss.detach())
         number = self._stages.share(number)
         if type(loss) is Away:
             make_real(loss).data = number.to(loss.dtype).reshape(loss.shape)
 
+    def leave_out(self, window: Accumulation) -> None:
+        """Nothing: the step runs its backwards itself, or none."""
+
     def between_passes(self) -> AbstractContextManager[None]:
         """See :class:`~lightning_megatron.strategy.step.engine.StepEngine`."""
         return nullcontext() if self._passes is None else self._passes.outside()
 
-    def finish(self) -> Outcome | None:
-        """The outcome, once."""
-        outcome, self._outcome = self._outcome, None
-        self._cuts.check()
-        return outcome
+    def check(self, outcome: Outcome) -> None:
+        """Compare what was logged where the loss is with what this stage would have."""
+        if self._deaf is not None:
+            self._deaf.check({key.name for key in outcome.logs.keys})
 
     def _say(self) -> None:
         """One line about what this costs, once."""

@@ -9,11 +9,8 @@ same samples twice over. That shows which of its draws have an entry for each sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from lightning_megatron.mesh.batches import batch_size_of
 from lightning_megatron.mesh.draws.global_rows import Deal, Rows
@@ -25,11 +22,9 @@ from lightning_megatron.strategy.generation.repeats import StartOver
 from lightning_megatron.strategy.lightning.samplers import deals_in_turns
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
-from lightning_megatron.strategy.loss.cuts import Cuts
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
-from lightning_megatron.strategy.step.among_stages import OneStage
-from lightning_megatron.strategy.step.step import Accumulation, Outcome, Step
+from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
 _REPEATED = "the step calls the model repeatedly, and stages run only their part of each call"
@@ -109,46 +104,3 @@ class Drawing:
         finally:
             draws.lesson = None
         draws.learn(name, lesson)
-
-
-class DrawnStep:
-    """A step on whole batches, whose draws come from counters; see :class:`~.step.Step`.
-
-    Args:
-        context: what steps run on.
-        stages: the one that there is.
-        step: the step.
-        drawing: of the context.
-        cuts: try what the loss of a batch is; before the step, whose draws they leave alone.
-    """
-
-    def __init__(self, context: StepContext, stages: OneStage, step: Step, drawing: Drawing, cuts: Cuts) -> None:
-        self._step, self._drawing, self._cuts = step, drawing, cuts
-        self._stages, self._streams = stages, context.streams
-
-    def forward(self, call: Callable[[Any], Any], batch: Any, window: Accumulation) -> Any:
-        """Forward of one batch."""
-        self._drawing.learn(call, [batch], "training_step")
-        batch, _ = self._cuts.uncut(call, batch, first=window.first)
-        with self._around(batch, "training_step", training=True):
-            return self._step.forward(call, batch, window)
-
-    def backward(self, loss: Tensor, autograd: Callable[[Tensor], None], window: Accumulation) -> None:
-        """Backward, in which layers that are computed again draw again."""
-        with self._stages.segments(again=True), self._streams.again():
-            self._step.backward(loss, autograd, window)
-
-    def finish(self) -> Outcome | None:
-        """See :class:`~.step.Step`."""
-        return self._step.finish()
-
-    def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
-        """Forward of one batch."""
-        with self._around(batch, name, training=False):
-            return self._step.evaluate(call, batch, name)
-
-    @contextmanager
-    def _around(self, batch: Any, name: str, *, training: bool) -> Iterator[None]:
-        rows = self._drawing.rows([batch])
-        with self._streams.step(training=training, name=name, rows=rows), self._stages.segments():
-            yield

@@ -32,10 +32,9 @@ from lightning_megatron.strategy.lightning.trainer_access import skips_backward
 from lightning_megatron.strategy.logs.weight_writes import WeightsArrive
 from lightning_megatron.strategy.options.choices import EngineOptions
 from lightning_megatron.strategy.step.among_stages import OneStage, SeveralStages
-from lightning_megatron.strategy.step.by_hand import StepByHand, WeightCopies
-from lightning_megatron.strategy.step.drawn_steps import DrawnStep
+from lightning_megatron.strategy.step.by_hand import StagesRun, WeightCopies
 from lightning_megatron.strategy.step.loss_checks import LossChecks
-from lightning_megatron.strategy.step.plain_step import PlainStep
+from lightning_megatron.strategy.step.plain_step import OneStageRun, PlainStep, WholeRun
 from lightning_megatron.strategy.step.scheduled_step import ScheduledStep
 from lightning_megatron.strategy.step.step import Outcome, Step
 from lightning_megatron.strategy.step.step_context import Recording, Stages, StepContext
@@ -121,16 +120,16 @@ class StepEngine:
         self._context = StepContext(module, mesh, device, stages, streams, options, *shared, layers)
         self._in_parts = ScheduledStep(self._context)
         self.logged, self.trials = self._in_parts.logged, self._in_parts.cuts.trials
-        self.whole: Step = self._in_parts
         copies = WeightCopies(module, tensor.table, mesh.group("tensor_parallel")) if compares else None
+        self._once: WholeRun | None = None
         if stage is None:
-            cuts = self._in_parts.cuts
-            self.whole = PlainStep(self._context, cuts, self.logged, copies, tries=streams.draws is None)
-            if streams.draws is not None:
-                self.whole = DrawnStep(self._context, one_stage, self.whole, self._in_parts.drawing, cuts)
+            self._once = OneStageRun(self._context, one_stage, self._in_parts.cuts, self._in_parts.drawing)
         elif not module.automatic_optimization:
             check_by_hand(record_timeline=options.record_timeline)
-            self.whole = StepByHand(self._context, stage, self._in_parts, self._in_parts.cuts, copies)
+            self._once = StagesRun(self._context, stage, self._in_parts.cuts)
+        self.whole: Step = self._in_parts
+        if self._once is not None:
+            self.whole = PlainStep(self._context, self._once, self._in_parts.cuts, self.logged, copies)
 
     def step(self, batch: Any) -> Step:
         """The way that a batch of training takes: the plain one with one stage and one micro-batch, or no backward."""
@@ -140,12 +139,13 @@ class StepEngine:
 
     def evaluate(self, call: Callable[[Any], Any], batch: Any, name: str) -> Outcome:
         """Forward of one batch through all stages; the outcome is equal on every rank of a pipeline."""
-        outcome = self.whole.evaluate(call, batch, name)
+        step = self._in_parts if self.has_stages else self.whole
+        outcome = step.evaluate(call, batch, name)
         return self.logged.corrected(outcome, call, batch, name) if outcome.differ else outcome
 
     def between_passes(self) -> AbstractContextManager[None]:
         """Around an update, in whose hooks user code sees the module as between steps, also in the middle of a step."""
-        return self.whole.between_passes() if isinstance(self.whole, StepByHand) else _NOTHING
+        return _NOTHING if self._once is None else self._once.between_passes()
 
     @property
     def sums_gradients(self) -> bool:
