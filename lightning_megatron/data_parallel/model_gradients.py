@@ -34,7 +34,7 @@ from lightning_megatron.data_parallel.update.step_hooks import StepHooks
 from lightning_megatron.data_parallel.update.whole_matrices import whole_matrices
 from lightning_megatron.data_parallel.update.whole_steps import WholeSteps
 from lightning_megatron.data_parallel.windows.arriving import ArrivingWindows
-from lightning_megatron.data_parallel.windows.spread import frozen_buckets, spread_parameters
+from lightning_megatron.data_parallel.windows.spread import Spread, frozen_buckets, spread_parameters
 from lightning_megatron.data_parallel.windows.step_windows import StepWindows
 from lightning_megatron.layers.whole.parameter_parts import ParameterParts
 from lightning_megatron.mesh.mesh import Holders, ParallelMesh
@@ -196,7 +196,7 @@ class ModelGradients:
         if replicas.group is None and not (shared or lowered or gathers or skips or widens or options.inspect or host):
             self.local = LocalGradients(parameters.values())
             return
-        spread = spread_parameters(self._module, self._layers, shared)
+        spread = spread_here(self._module, self._layers, self.presence)
         self.buckets = GradientBuckets(
             parameters,
             replicas,
@@ -367,3 +367,15 @@ class ModelGradients:
     def _place(self, parameter: nn.Parameter) -> tuple[Bucket | None, int]:
         buckets = self.buckets or self.closed
         return (buckets.place_of(parameter) if buckets is not None else None) or (None, 0)
+
+
+def spread_here(module: nn.Module, layers: Sequence[str], presence: Presence) -> Spread:
+    """The parameters of this rank's part of a module that are spread over the replicas: those that no others hold.
+
+    Args:
+        module: the user's, already cut.
+        layers: names of the layers whose weights may be spread; without any, nothing is.
+        presence: what of the module is on this rank.
+    """
+    names = [name for name, _ in module.named_parameters()] if layers else []
+    return spread_parameters(module, layers, [name for name in names if not presence.holders(name).are_replicas])

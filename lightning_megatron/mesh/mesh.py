@@ -35,6 +35,11 @@ class Holders(NamedTuple):
     over_tensor: bool
     of_experts: bool = False
 
+    @property
+    def are_replicas(self) -> bool:
+        """Whether they are the replicas of one stage, and no others."""
+        return len(self.stages) < 2 and not (self.over_tensor or self.of_experts)
+
 
 class ExpertGroups(NamedTuple):
     """The ranks of a stage, seen by experts that are shared out over some of them.

@@ -219,6 +219,12 @@ class Processes:
         """This rank's coordinates, in words."""
         return self.mesh.layout.describe(self.mesh.rank)
 
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Whether this rank says what all ranks of its stage have come to."""
+        where = self.mesh.coordinates
+        return where.data == where.tensor == where.context == 0
+
     def reduce(self, value: Any, group: Any | None, operation: Any) -> Any:
         """A tensor reduced over the data-parallel replicas, or over ``group``; anything else as it is.
 

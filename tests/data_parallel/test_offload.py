@@ -144,6 +144,8 @@ def test_copies_go_on_while_the_processor_steps() -> None:
         row((2, 2, 1), {"micro_batch_size": 2, **SMALL}, CLIPPED, 20, wide=False),
         row((1, 2, 1), {**SMALL, "weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2}, CLIPPED, 0),
         row((1, 2, 1), {**SMALL, "nonfinite": "skip"}, {"precision": "bf16-mixed"}, 50),
+        row((1, 2, 1), SMALL, {"precision": "bf16-true"}, 40),
+        row((1, 2, 1), SMALL, {**CLIPPED, "precision": "bf16-true"}, 1),
     ],
 )
 def test_gradients_leave_during_the_backward_and_are_clipped_where_they_arrive(

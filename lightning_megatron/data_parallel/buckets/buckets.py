@@ -250,7 +250,7 @@ class GradientBuckets:
             self._sums.settle(self.buckets)
         if self._reduce:
             if self._sums is not None:
-                self._sums.finish(self.buckets, self._divide_by)
+                self._sums.finish(self.buckets, self._divide_by, self.on_summed)
             for bucket in self.buckets:
                 if not bucket.launched:
                     self._launch(bucket)

@@ -13,7 +13,7 @@ does not matter which of them an arrival is in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -102,8 +102,10 @@ class ShardSums:
         for bucket in list(self._under_way):
             self._complete(bucket)
 
-    def finish(self, buckets: Sequence[Bucket], divide_by: float) -> None:
-        """Publish the shards of the sums, divided."""
+    def finish(
+        self, buckets: Sequence[Bucket], divide_by: float, summed: Callable[[Bucket], None] | None = None
+    ) -> None:
+        """Publish the shards of the sums, divided; ``summed`` is called with each bucket then."""
         for bucket in buckets:
             if bucket.adds:
                 bucket.own = bucket.added
@@ -112,3 +114,5 @@ class ShardSums:
                 bucket.own.div_(divide_by)
                 bucket.added, bucket.reduced = None, True
                 bucket.point_pieces()
+                if summed is not None:
+                    summed(bucket)

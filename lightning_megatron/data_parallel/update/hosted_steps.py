@@ -153,14 +153,15 @@ class UpdateJob:
             return
         self._fetched = True
         for bucket in self._buckets:
-            weights = bucket.master
-            gradients = bucket.own_gradients.to(weights.dtype)
+            weights, gradients = bucket.master, bucket.own_gradients
             if self.on_device:
+                gradients = gradients.to(weights.dtype)
                 self._bring(bucket, weights, gradients.device)
             elif (sent := self._owner.sent.of(bucket)) is not None:
                 gradients, copy = sent
                 self._copies.append(copy)
             else:
+                gradients = gradients.to(weights.dtype)
                 buffer = self._owner.buffer(weights.dtype, gradients.numel())
                 self._buffers.append(buffer)
                 gradients, source = buffer[: gradients.numel()], gradients

@@ -7,7 +7,9 @@
     link                           3         2         1         0         meanwhile the update steps on 3
 
 What clips gradients between the backward and the update is done to both, those on the device and their copies. Where
-other code has written into the gradients of a bucket, they are sent again when the update comes to it.
+other code has written into the gradients of a bucket, they are sent again when the update comes to it. So are those
+that the update rounds to the 16 bits of its weights, once something clips them, as a rounded gradient cannot be clipped
+as the whole one would be; from then on they leave for the update only.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class SentGradients:
     def __init__(self, memory: HostMemory | None = None, link: HostLink | None = None) -> None:
         self._memory, self._link = memory, link
         self._sent: dict[int, _SentBucket] = {}  # by id of a bucket; those live as long as this
-        self._near = set[int]()
+        self._near, self._clipped = set[int](), set[int]()
 
     @property
     def goes_ahead(self) -> bool:
@@ -47,15 +49,14 @@ class SentGradients:
     def send(self, bucket: Bucket) -> None:
         """Begin to copy a bucket's gradients, which are summed and divided."""
         memory, link, gradients = self._memory, self._link, bucket.own_gradients
-        if memory is None or link is None or not bucket.hosted or gradients.dtype != bucket.master.dtype:
-            return
-        if id(bucket) in self._near:
+        if memory is None or link is None or not bucket.hosted or id(bucket) in (self._near | self._clipped):
             return
         before = self._sent.get(id(bucket))
         if before is not None:
             before.wait()  # of an update that was left out
-        buffer = memory.empty(gradients.numel(), gradients.dtype) if before is None else before.buffer
-        self._sent[id(bucket)] = _SentBucket(gradients, buffer, link.start(buffer, gradients))
+        rounded = gradients.to(bucket.master.dtype)
+        buffer = memory.empty(rounded.numel(), rounded.dtype) if before is None else before.buffer
+        self._sent[id(bucket)] = _SentBucket(gradients, buffer, link.start(buffer, rounded))
 
     def step_near(self, bucket: Bucket, near: bool) -> None:
         """Note whether an optimizer steps on a bucket on the device, where its gradients stay from now on."""
@@ -81,6 +82,10 @@ class SentGradients:
             return
         sent.arrive()  # the copy reads what is changed here
         change(gradient)
+        if sent.buffer.dtype != gradient.dtype:
+            self._clipped.add(id(bucket))
+            del self._sent[id(bucket)]
+            return
         piece = bucket.pieces.get(index)
         sent.note(bucket.own_gradients, None if piece is None else piece.part, change)
 

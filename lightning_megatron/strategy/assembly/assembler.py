@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.checkpoints.state.slices import TensorState
 from lightning_megatron.context_parallel.region import TokenRegion
+from lightning_megatron.data_parallel.model_gradients import spread_here
 from lightning_megatron.data_parallel.presplit import agree_on_start, splits_itself
 from lightning_megatron.data_parallel.renormalised_rows import check_renormalised
-from lightning_megatron.data_parallel.windows.spread import spread_parameters
 from lightning_megatron.mesh.draws.answers import ALL_ANSWERS
 from lightning_megatron.mesh.draws.mode import LayoutDraws
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
@@ -142,9 +142,7 @@ class Assembler:
         """Names of parameters that are spread over replicas, of which none needs more than its shard."""
         if self._engine_options.gradients.weights is None or self._mesh.of_gradients.layout.data == 1:
             return frozenset()
-        holders = {name: presence.holders(name) for name, _ in module.named_parameters()}
-        shared = [n for n, each in holders.items() if len(each.stages) > 1 or each.over_tensor or each.of_experts]
-        spread = spread_parameters(module, layers, shared)
+        spread = spread_here(module, layers, presence)
         return frozenset((*spread.trained, *spread.frozen))
 
     @property

@@ -163,8 +163,8 @@ def _least_independence(
 
 def end_step(gradients: ModelGradients, processes: Processes) -> None:
     """After a step's last backward: spread weights again, and say once per stage when they are freed from now on."""
-    chosen, where = gradients.end_step(), processes.mesh.coordinates
-    if chosen and where.data == where.tensor == where.context == 0:
+    chosen = gradients.end_step()
+    if chosen and processes.speaks_for_stage:
         _log.info("%s: `weight_sharding` goes on with %s.", processes.place, chosen)
 
 
@@ -176,11 +176,8 @@ def show_at_end(gradients: ModelGradients, processes: Processes) -> None:
         processes: of the strategy.
     """
     gradients.finish_gather(spread=False)
-    lacking, where = (
-        gradients.windows.show_if_room() if gradients.windows is not None else "",
-        processes.mesh.coordinates,
-    )
-    if lacking and where.data == where.tensor == where.context == 0:
+    lacking = gradients.windows.show_if_room() if gradients.windows is not None else ""
+    if lacking and processes.speaks_for_stage:
         _log.warning(
             "%s: the weights of the layers stay spread over the replicas (`weight_sharding`): for whole ones %s. The "
             "module's parameters read as NaN; `trainer.save_checkpoint` writes them from their shards.",
