@@ -295,7 +295,7 @@ class OwnUse(SharedTask):
 
     Args:
         kind: ``always``, ``later`` (from the second batch on, and a copy of the module); if ``unseen``, torch reports
-            no use.
+            no use, and if ``early`` too, only a weight is used whose module is called afterwards.
     """
 
     def __init__(self, kind: str) -> None:
@@ -307,7 +307,8 @@ class OwnUse(SharedTask):
             return self.net(*batch)[1]
         copied = copy.deepcopy(self.apart) if self.kind == "later" else None
         with torch._C.DisableTorchFunctionSubclass() if "unseen" in self.kind else nullcontext():
-            penalty = self.apart.weight.square().sum() + self.net.transformer.wpe.weight.square().sum()
+            penalty = self.net.transformer.wpe.weight.sum().square()
+            penalty = penalty if "early" in self.kind else penalty + self.apart.weight.square().sum()
         if copied is not None:
             penalty = penalty * copied.weight.detach().square().sum()
         return self.net(*batch)[1] + 0.1 * penalty

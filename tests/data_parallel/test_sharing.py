@@ -187,6 +187,7 @@ def test_the_norm_is_logged_on_request(layout: tuple[int, int, int]) -> None:
 
 
 LATE = {**SMALL, "overlap_parameter_gather": True}
+UNSEEN = {**LATE, "bucket_size_mb": 1e-5, "whole_batch_loss": False}
 
 
 @pytest.mark.everyday(2)
@@ -214,9 +215,14 @@ def test_weights_that_travel_during_the_next_step_are_waited_for(
 
 
 def test_a_use_that_torch_does_not_report_is_refused() -> None:
-    setup = Setup((1, 2, 1), {**LATE, "bucket_size_mb": 1e-5, "whole_batch_loss": False})
+    setup = Setup((1, 2, 1), UNSEEN)
     with pytest.raises(JobFailed, match=r"`apart.weight` was used in a function that torch does not report"):
         run_trainers(quiet, setup, "unseen", devices=2)
+
+
+def test_weights_under_way_read_as_nan_where_torch_does_not_report_the_use() -> None:
+    outcomes = run_trainers(quiet, Setup((1, 2, 1), UNSEEN), "unseen early", devices=2)
+    assert all(bool(outcome.value["weights"]["net.transformer.wpe.weight"].isnan().all()) for outcome in outcomes[:1])
 
 
 @pytest.mark.wide

@@ -37,8 +37,9 @@ class FlatWeights:
     hosted: bool = False
 
     def __post_init__(self) -> None:
-        self.nothing = self.flat.new_full(() if self.low is not None else (0,), float("nan"))  # parameters while hidden
+        self.nothing = self.flat.new_full((), float("nan"))  # parameters while hidden
         self._hidden: list[Tensor] = []
+        self._covered = False
 
     @property
     def shown(self) -> bool:
@@ -69,6 +70,21 @@ class FlatWeights:
             self.flat = torch.empty_like(self.flat)
             self.views = [self.flat.as_strided(v.shape, v.stride(), v.storage_offset()) for v in self.views]
         self.flat.untyped_storage().resize_(0)
+        self._point_nowhere(parameters)
+
+    def cover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let parameters read as NaN, while ``flat`` holds some new weights and some old ones."""
+        self._covered = True
+        self._point_nowhere(parameters)
+
+    def uncover(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Point parameters that were covered at the weights again."""
+        if self._covered:
+            self._covered = False
+            for parameter, view in zip(parameters, self.views, strict=True):
+                parameter.data = view
+
+    def _point_nowhere(self, parameters: Sequence[nn.Parameter]) -> None:
         if len(self._hidden) != len(parameters):
             self._hidden = [self.nothing.expand(parameter.shape) for parameter in parameters]
         for parameter, hidden in zip(parameters, self._hidden, strict=True):

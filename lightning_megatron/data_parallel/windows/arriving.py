@@ -6,7 +6,8 @@
            │ loader, embedding ─ open 2 ─ layer 0 ─ open 1 ─ layer 1 ─ ...
 
 Here a window is a bucket of weights that have memory all along (ZeRO-1). A module that holds some of them opens it, and
-so does any other torch function that uses one. Once open, it stays so until the next update.
+so does any other torch function that uses one. Once open, it stays so until the next update. Until then its weights
+read as NaN, for functions that torch does not report.
 
 Compiled code finds its weights there when a step begins.
 """

@@ -102,11 +102,13 @@ class Window:
     def renew(self) -> None:
         """Begin to gather weights that have memory all along and were updated; collective over the replicas.
 
-        They are not to be used until :meth:`open` has waited for them.
+        They read as NaN until :meth:`open` has waited for them, as those of any closed window do.
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for bucket in self._buckets:
                 bucket.start_gather()
+                if bucket.weights is not None:
+                    bucket.weights.cover(bucket.parameters)
         self.is_open, self.coming = False, True
 
     def open(self) -> None:
@@ -133,6 +135,8 @@ class Window:
         self.start()
         for bucket in self._buckets:
             bucket.finish_gather()
+            if bucket.weights is not None:
+                bucket.weights.uncover(bucket.parameters)
         self.coming = False
 
     def close(self) -> None:
