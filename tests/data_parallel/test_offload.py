@@ -142,7 +142,7 @@ def test_copies_go_on_while_the_processor_steps() -> None:
         row((1, 1, 1), SMALL, CLIPPED, 50, wide=False),
         row((1, 2, 1), SMALL, {**CLIPPED, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}, 50),
         row((2, 2, 1), {"micro_batch_size": 2, **SMALL}, CLIPPED, 20, wide=False),
-        row((1, 2, 1), {**SMALL, "weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2}, CLIPPED, 0),
+        row((1, 2, 1), {**SMALL, "weight_sharding": {"sum": "micro_batch"}, "micro_batch_size": 2}, CLIPPED, 20),
         row((1, 2, 1), {**SMALL, "nonfinite": "skip"}, {"precision": "bf16-mixed"}, 50),
         row((1, 2, 1), SMALL, {"precision": "bf16-true"}, 40),
         row((1, 2, 1), SMALL, {**CLIPPED, "precision": "bf16-true"}, 1),

@@ -28,7 +28,7 @@ from lightning_megatron.data_parallel.buckets.bucket import USUAL_LAYOUT, Bucket
 from lightning_megatron.data_parallel.buckets.filling import fill, fill_by_holders
 from lightning_megatron.data_parallel.buckets.flags import exchange_flags
 from lightning_megatron.data_parallel.buckets.holders import Sharing
-from lightning_megatron.data_parallel.buckets.launches import Launches
+from lightning_megatron.data_parallel.buckets.launches import Launches, is_final
 from lightning_megatron.data_parallel.buckets.rebound import adopt, point_back
 from lightning_megatron.data_parallel.buckets.shard_sums import ShardSums
 
@@ -82,15 +82,14 @@ class GradientBuckets:
         self._copy_late = False
         self._divide_by = 1.0
         self._hooks: dict[int, ArrivalHook] = {}
-        self._asleep: set[int] = set()
-        self._rests = False
+        self._asleep, self._rests = set[int](), False
         self._own: list[Bucket] = []
         self._tied: list[Bucket] = []
         self.places: dict[int, tuple[Bucket, int]] = {}  # by id of a parameter: its bucket, and its index there
         self.launches = Launches(self._launch)
         self._under_way: list[Bucket] = []
         self.on_arrival: Callable[[Bucket, int], None] | None = None
-        self.on_summed: Callable[[Bucket], None] | None = None
+        self.on_summed: Callable[..., None] | None = None  # :meth:`.SentGradients.send`
         self._build()
 
     @property
@@ -190,7 +189,8 @@ class GradientBuckets:
         """Sum what has arrived in these buckets, where shards of sums add up; collective over the replicas."""
         for bucket in buckets:
             if self._sums is not None and bucket.adds:
-                self._sums.add_up(bucket)
+                early = self.on_summed if self._reduce and is_final(bucket, self._final) else None
+                self._sums.add_up(bucket, early, self._divide_by)
 
     def withdraw(self) -> None:
         """Set ``.grad`` to ``None``, so that ``zero_grad`` between step and backward cannot clear the buffers."""
@@ -397,4 +397,4 @@ class GradientBuckets:
         if self._divide_by != 1:
             (bucket.own_gradients if bucket.scattered else bucket.flat).div_(self._divide_by)
         if self.on_summed is not None:
-            self.on_summed(bucket)
+            self.on_summed(bucket, bucket.own_gradients)

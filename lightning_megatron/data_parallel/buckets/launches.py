@@ -61,3 +61,15 @@ class Launches:
 
 def _is_complete(bucket: Bucket) -> bool:
     return bucket.adds or len(bucket.ready) == len(bucket.parameters)
+
+
+def is_final(bucket: Bucket, final: bool | frozenset[int]) -> bool:
+    """Whether the gradients of a bucket that arrive now are the last of the batch.
+
+    Args:
+        bucket: of the parameters.
+        final: see :meth:`.GradientBuckets.set_final`.
+    """
+    if isinstance(final, bool):
+        return final
+    return all(id(parameter) in final for parameter in bucket.parameters)

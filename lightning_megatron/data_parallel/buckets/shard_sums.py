@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.data_parallel.buckets.bucket import Bucket
 from lightning_megatron.mesh.messages.collectives import start_all_reduce, wait_for
@@ -34,6 +35,7 @@ class ShardSums:
     def __init__(self, reduce_dtype: torch.dtype | None, inspect: bool) -> None:
         self._dtype, self._inspect = reduce_dtype, inspect
         self._under_way: list[Bucket] = []
+        self._last: dict[int, Callable[[], None]] = {}  # by id of a bucket under way
         self._settled = False
 
     def begin(self, bucket: Bucket, *, fresh: bool, factor: float) -> None:
@@ -58,8 +60,15 @@ class ShardSums:
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def add_up(self, bucket: Bucket) -> None:
-        """Start the sum of what has arrived; collective over the replicas."""
+    def add_up(self, bucket: Bucket, last: Callable[..., None] | None = None, divide_by: float = 1.0) -> None:
+        """Start the sum of what has arrived; collective over the replicas.
+
+        Args:
+            bucket: of the gradients.
+            last: if no more is expected to arrive, called with the bucket, its shard and ``divide_by`` once that holds
+                the sum, which :meth:`finish` divides.
+            divide_by: see there.
+        """
         if bucket in self._under_way:
             self._complete(bucket)
         bucket.allocate()
@@ -75,6 +84,8 @@ class ShardSums:
                 bucket.maxima[name] = torch.maximum(most, bucket.maxima.get(name, most))
         bucket.start_sum(self._dtype)
         self._under_way.append(bucket)
+        if last is not None:
+            self._last[id(bucket)] = lambda: last(bucket, bucket.added, divide_by)
         if len(self._under_way) > _UNDER_WAY:
             self._complete(self._under_way[0])
 
@@ -85,6 +96,8 @@ class ShardSums:
         bucket.added = own if bucket.added is None else bucket.added.add_(own)
         bucket.let_go()
         bucket.keep_shard()
+        if (last := self._last.pop(id(bucket), None)) is not None:
+            last()
 
     def settle(self, buckets: Sequence[Bucket]) -> None:
         """Sum what is left of a batch, on any replica; collective over them."""
@@ -103,16 +116,17 @@ class ShardSums:
             self._complete(bucket)
 
     def finish(
-        self, buckets: Sequence[Bucket], divide_by: float, summed: Callable[[Bucket], None] | None = None
+        self, buckets: Sequence[Bucket], divide_by: float, summed: Callable[[Bucket, Tensor], None] | None = None
     ) -> None:
-        """Publish the shards of the sums, divided; ``summed`` is called with each bucket then."""
+        """Publish the shards of the sums, divided; ``summed`` is called with each bucket and its shard then."""
         for bucket in buckets:
             if bucket.adds:
                 bucket.own = bucket.added
                 if bucket.own is None:
                     bucket.own = bucket.flat.new_zeros(bucket.placement.shard)
-                bucket.own.div_(divide_by)
+                if divide_by != 1:
+                    bucket.own.div_(divide_by)
                 bucket.added, bucket.reduced = None, True
                 bucket.point_pieces()
                 if summed is not None:
-                    summed(bucket)
+                    summed(bucket, bucket.own)

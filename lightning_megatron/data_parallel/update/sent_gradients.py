@@ -46,17 +46,28 @@ class SentGradients:
         """Whether copies go on while the device computes, so that it pays to begin them early."""
         return self._link is not None and type(self._link) is not HostLink
 
-    def send(self, bucket: Bucket) -> None:
-        """Begin to copy a bucket's gradients, which are summed and divided."""
-        memory, link, gradients = self._memory, self._link, bucket.own_gradients
+    def send(self, bucket: Bucket, gradients: Tensor, divide_by: float = 1.0) -> None:
+        """Begin to copy a bucket's gradients, which are summed, unless that was done.
+
+        Args:
+            bucket: of the gradients.
+            gradients: [shard], this rank's shard of the sum.
+            divide_by: what the sum will be divided by in place, as the copy is now; written to otherwise, it has to be
+                sent again.
+        """
+        memory, link = self._memory, self._link
         if memory is None or link is None or not bucket.hosted or id(bucket) in (self._near | self._clipped):
             return
         before = self._sent.get(id(bucket))
+        if before is not None and before.is_of(gradients):
+            return
         if before is not None:
             before.wait()  # of an update that was left out
-        rounded = gradients.to(bucket.master.dtype)
+        divided = gradients if divide_by == 1.0 else gradients / divide_by
+        rounded = divided.to(bucket.master.dtype)
         buffer = memory.empty(rounded.numel(), rounded.dtype) if before is None else before.buffer
-        self._sent[id(bucket)] = _SentBucket(gradients, buffer, link.start(buffer, rounded))
+        writes = int(divided is not gradients)
+        self._sent[id(bucket)] = _SentBucket(gradients, buffer, link.start(buffer, rounded), writes)
 
     def step_near(self, bucket: Bucket, near: bool) -> None:
         """Note whether an optimizer steps on a bucket on the device, where its gradients stay from now on."""
@@ -97,11 +108,12 @@ class _SentBucket(Copy):
         gradients: [shard], on the device.
         buffer: [shard], in host memory.
         copy: from one to the other.
+        writes: how often the gradients will be written to before they are what was copied.
     """
 
-    def __init__(self, gradients: Tensor, buffer: Tensor, copy: Copy) -> None:
+    def __init__(self, gradients: Tensor, buffer: Tensor, copy: Copy, writes: int = 0) -> None:
         self.buffer, self._copy = buffer, copy
-        self._storage, self._version = weakref.ref(gradients.untyped_storage()), gradients._version
+        self._storage, self._version = weakref.ref(gradients.untyped_storage()), gradients._version + writes
         self._changes: list[tuple[ShardPart, Change]] = []
 
     def is_of(self, gradients: Tensor) -> bool:
