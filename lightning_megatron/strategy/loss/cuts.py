@@ -238,7 +238,8 @@ class Cuts:
 
     def look(self) -> None:
         """Before a stage hears what the step has left where it ends: look at what it has written here itself."""
-        if self._unlike_writes is not None and self._context.mesh.rank != self._context.mesh.loss_rank:
+        mesh = self._context.mesh
+        if self._unlike_writes is not None and self._layout.pipeline > 1 and mesh.rank != mesh.loss_rank:
             self._unlike_writes.look()
 
     def settle(self) -> None:

@@ -98,6 +98,7 @@ class WholeStates:
         on_parts: Callable[[], Callable[..., Any]],
     ) -> None:
         self._module, self._gradients, self._group, self._named_groups = module, gradients, group, named_groups
+        self._step_speaks = speaks_of_states(names_used(module, "training_step"))
         self._view = StatesView(group)
         self._lists_all, self._on_parts = lists_all, on_parts
         self._doors = (trainer.strategy, DOORS), (precision, ("clip_gradients",))
@@ -135,7 +136,7 @@ class WholeStates:
         """A training step, which may change states element by element, if it speaks of any, and read none that are
         divided.
         """
-        if not speaks_of_states(names_used(self._module, "training_step")):
+        if not self._step_speaks:
             return step
 
         def running(batch: Any) -> Any:
