@@ -39,7 +39,7 @@ from lightning_megatron.strategy.going_over import (
     schedule_goes_over_all,
 )
 from lightning_megatron.strategy.hooks.stage_numbers import NumbersByHand, StageNumbers
-from lightning_megatron.strategy.hooks.whole_hooks import DOORS
+from lightning_megatron.strategy.hooks.whole_hooks import Doors
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, names_used
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
@@ -78,7 +78,7 @@ class OverStages:
         self.running: StageNumbers | None = None
         self._noted: Any = WeakIdKeyDictionary()
         self._replaced = Replacements()
-        self._doors = (trainer.strategy, DOORS), (precision, ("clip_gradients",))
+        self._doors = Doors(trainer.strategy, precision)
         self._found, self._lists = list[tuple[Any, str]](), not stage.presence.copies
         if not self._lists:
             return  # a copy is listed beside its source
@@ -89,10 +89,7 @@ class OverStages:
             self._open_doors(self._replaced)
 
     def _open_doors(self, replaced: Replacements) -> None:
-        for owner, names in self._doors:
-            for name in names:
-                if hasattr(owner, name):
-                    replaced.call(owner, name, self.local(getattr(owner, name)))
+        self._doors.open(replaced, self.local)
 
     def lists(self, owner: Any, hook: str) -> bool:
         """Whether a hook is given the parameters of all stages."""
@@ -167,7 +164,7 @@ class OverStages:
 
         def running(batch: Any) -> Any:
             numbers = NumbersByHand(self._module, self._stage, self._group, "training_step", self._noted)
-            strategy = self._doors[0][0]
+            strategy = self._doors.strategy
             with Replacements() as doors:
                 self._open_doors(doors)
                 backward = strategy.backward

@@ -56,7 +56,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 _LOADERS = tuple(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict"))
 _LEFT_ALONE = ("on_exception", "on_gpu")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-DOORS = (
+_DOORS = (
     *(*_STEPS, "backward", "optimizer_step", "gradient_norm"),
     *("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
     *("lightning_module_state_dict", "full_state_dict", "load_initial_weights", "teardown"),
@@ -66,6 +66,28 @@ OF_ONE_RANK = {
     *("LOCAL_RANK", "experiment", "logger", "loggers", "is_last_batch_of_rank"),
 }
 """Names in code that may run on some ranks only."""
+
+
+class Doors:
+    """Methods by which hooks come back into this package, which works on what this rank has.
+
+    Args:
+        strategy: of the run.
+        precision: its plugin, which clips.
+
+    Attributes:
+        strategy: see above.
+    """
+
+    def __init__(self, strategy: Any, precision: Any) -> None:
+        self.strategy = strategy
+        owned = ((strategy, _DOORS), (precision, ("clip_gradients",)))
+        self._doors = [(owner, name) for owner, names in owned for name in names if hasattr(owner, name)]
+
+    def open(self, replaced: Replacements, local: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let each of them run as ``local`` makes of it, until what is replaced is taken back."""
+        for owner, name in self._doors:
+            replaced.call(owner, name, local(getattr(owner, name)))
 
 
 class WholeHooks:
@@ -136,15 +158,13 @@ class WholeHooks:
         for owner, hook in dict.fromkeys((*hooks, *loads, *schedules)):
             seeing = self.seeing(hook_of(owner, hook), may_run_on_one_rank(owner, hook))
             self._replaced.call(owner, hook, seeing)
-        self._trainer, self._precision = trainer, precision
+        self._doors = Doors(trainer.strategy, precision)
         self._open_doors(self._replaced)
 
     def _open_doors(self, replaced: Replacements) -> None:
-        for owner, names in ((self._trainer.strategy, DOORS), (self._precision, ("clip_gradients",))):
-            for name in names:
-                if hasattr(owner, name):
-                    door = self.local(getattr(owner, name))
-                    replaced.call(owner, name, self._with_closure(door) if name == "optimizer_step" else door)
+        self._doors.open(replaced, self.local)
+        update = self._doors.strategy.optimizer_step
+        replaced.call(self._doors.strategy, "optimizer_step", self._with_closure(update))
 
     def alone(self, hook: Callable[..., Any], serves: bool) -> Callable[..., Any]:
         """A hook that Lightning calls while no run is under way, and this rank's doors are closed."""

@@ -35,7 +35,7 @@ from lightning_megatron.mesh.replaced import Replacements
 from lightning_megatron.mesh.torch_functions import line_of_user
 from lightning_megatron.pipeline.elsewhere.presence import tensor_of
 from lightning_megatron.strategy.going_over import hooks_on_states, speaks_of_states
-from lightning_megatron.strategy.hooks.whole_hooks import DOORS
+from lightning_megatron.strategy.hooks.whole_hooks import Doors
 from lightning_megatron.strategy.lightning.hooks import names_used
 from lightning_megatron.strategy.optimizers.states_view import StatesView
 
@@ -101,7 +101,7 @@ class WholeStates:
         self._step_speaks = speaks_of_states(names_used(module, "training_step"))
         self._view = StatesView(group)
         self._lists_all, self._on_parts = lists_all, on_parts
-        self._doors = (trainer.strategy, DOORS), (precision, ("clip_gradients",))
+        self._doors = Doors(trainer.strategy, precision)
         self._replaced, self._tables, self._opens = Replacements(), list[_Table](), list[Callable[[], None]]()
         self._own: Any = None
         self._everyone: list[Any] = [None] * group.size()
@@ -164,10 +164,7 @@ class WholeStates:
             self._opens.pop()
 
     def _open_doors(self, doors: Replacements) -> None:
-        for owner, names in self._doors:
-            for name in names:
-                if hasattr(owner, name):
-                    doors.call(owner, name, self.local(getattr(owner, name)))
+        self._doors.open(doors, self.local)
         for optimizer, groups in self._named_groups():
             doors.put(optimizer, "step", types.MethodType(_stepping(self.local(optimizer.step)), optimizer))
             load = functools.partial(self._load, optimizer, groups)
