@@ -90,7 +90,7 @@ class Cuts:
 
     def __init__(self, context: StepContext) -> None:
         self._context, self._options, self._stages = context, context.options, context.stages
-        self._layout = context.mesh.layout
+        self._layout, self._has_loss = context.mesh.layout, context.mesh.rank == context.mesh.loss_rank
         self._alike = AlikeBatches()
         self._said_unlike, self._pointing = False, PointingBatches()
         self._probed = False
@@ -238,8 +238,7 @@ class Cuts:
 
     def look(self) -> None:
         """Before a stage hears what the step has left where it ends: look at what it has written here itself."""
-        mesh = self._context.mesh
-        if self._unlike_writes is not None and self._layout.pipeline > 1 and mesh.rank != mesh.loss_rank:
+        if self._unlike_writes is not None and not self._has_loss:
             self._unlike_writes.look()
 
     def settle(self) -> None:
