@@ -63,16 +63,22 @@ def text_of(node: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int
     if depth > 6:
         return []
     if isinstance(node, ast.Name):
-        return [
-            text
-            for statement in ast.walk(scope or module)
-            if isinstance(statement, ast.Assign)
-            and any(isinstance(target, ast.Name) and target.id == node.id for target in statement.targets)
-            for text in text_of(statement.value, scope, module, depth + 1)
-        ]
+        values = _assigned(scope or module).get(node.id, ())
+        return [text for value in values for text in text_of(value, scope, module, depth + 1)]
     if isinstance(node, ast.Call):
         return _returned(node, module, depth)
     return []
+
+
+@functools.cache
+def _assigned(scope: ast.AST) -> dict[str, list[ast.expr]]:
+    """Name -> what is assigned to it, in order."""
+    found: dict[str, list[ast.expr]] = {}
+    for statement in ast.walk(scope):
+        for target in statement.targets if isinstance(statement, ast.Assign) else ():
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(statement.value)
+    return found
 
 
 def _filled_in(part: ast.AST, scope: ast.AST | None, module: ast.Module, depth: int, *, opens: bool) -> list[str]:
@@ -112,14 +118,21 @@ def _returned(call: ast.Call, module: ast.Module, depth: int) -> list[str]:
 
 def _named(name: str, module: ast.Module) -> list[tuple[ast.FunctionDef, ast.Module]]:
     """Functions of that name, with the module that each stands in: this one, or one that it is imported from."""
-    here = [(node, module) for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == name]
+    nodes = _nodes(module)
+    here = [(node, module) for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
     if here:
         return here
-    for node in ast.walk(module):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             path = REPOSITORY.joinpath(*(node.module or "").split(".")).with_suffix(".py")
             return _named(name, _parsed(path)) if path.is_file() else []
     return []
+
+
+@functools.cache
+def _nodes(module: ast.Module) -> list[ast.AST]:
+    """Those of functions and imports."""
+    return [node for node in ast.walk(module) if isinstance(node, (ast.FunctionDef, ast.ImportFrom))]
 
 
 @functools.cache
@@ -164,6 +177,7 @@ def split(message: str) -> tuple[str, str]:
     return next(iter(of_sentences or cuts), (message.rstrip("."), ""))
 
 
+@functools.cache
 def messages() -> dict[str, list[str]]:
     """Every message, by room, each once."""
     found: dict[str, list[str]] = {}
