@@ -75,7 +75,9 @@ def _assigned(scope: ast.AST) -> dict[str, list[ast.expr]]:
     """Name -> what is assigned to it, in order."""
     found: dict[str, list[ast.expr]] = {}
     for statement in ast.walk(scope):
-        for target in statement.targets if isinstance(statement, ast.Assign) else ():
+        if not isinstance(statement, ast.Assign):
+            continue
+        for target in statement.targets:
             if isinstance(target, ast.Name):
                 found.setdefault(target.id, []).append(statement.value)
     return found

@@ -31,9 +31,10 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
 CONTEXT = {name: int(part[2:]) for name in LAYOUTS for part in name.split("x") if part.startswith("cp")}
 """Context ranks of a layout; 1 in the others."""
 CLIPS: dict[str, tuple[float, str] | None] = {"none": None, "norm": (0.5, "norm"), "value": (0.01, "value")}
-# Optimizer steps by batches per step. Three batches are an epoch: one epoch, or two where batches are added up. What
-# comes after repeats it, but for modules whose learning rate goes by epochs.
+# Optimizer steps by batches per step. Three batches are an epoch: one epoch, or two where batches are added up, of
+# which Hugging Face's modules do not know. What comes after repeats it, unless learning rates go by epochs.
 STEPS = {1: 3, 2: 4}
+EPOCH = {1: 3, 2: 2}
 BY_EPOCH = ("flat_module", "plateau", "one_optimizer", "end_groups", "fused")
 
 
@@ -62,7 +63,8 @@ class Row:
     @property
     def steps(self) -> int:
         """Optimizer steps."""
-        return 6 if self.module in BY_EPOCH else STEPS[self.accumulate]
+        steps = EPOCH if self.module.startswith("hf_") else STEPS
+        return 6 if self.module in BY_EPOCH else steps[self.accumulate]
 
     @property
     def sizes(self) -> tuple[int, int, int]:

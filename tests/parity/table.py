@@ -1,15 +1,15 @@
 """Which rows the parity table has: a covering subset for every run, an exhaustive table on request.
 
 Five things vary beside the module. The covering subset meets every *pair* of their values at least once, and every
-third of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
+eighth of the other modules, plain ones and those of Hugging Face. Once every pair has been met, rows are those of two
 and three stages: four ranks cost twice as much as two, and modules meet all kinds of layout in the exhaustive table.
 
-The exhaustive table shows each module in two of three kinds of layout and under two of three kinds of schedule (another
-form of a module, with logits, recomputed or as a classifier, under schedules alone), and one module in every *three*
-values of the five. Kinds of layout: stages alone; context ranks without stages; replicas or context ranks beside tensor
-ranks. Beside stages of a schedule are replicas, tensor ranks or context ranks. Modules leave out a kind in turn, and of
-the layouts and schedules of one kind they take one in turn, which differ in their numbers, or in the order of the same
-segments.
+The exhaustive table shows each module in two of three kinds of layout and under two of three kinds of schedule (those
+of Hugging Face under one; another form of a module, with logits, recomputed or as a classifier, in no layout of its
+own), and one module in every *three* values of the five. Kinds of layout: stages alone; context ranks without stages;
+replicas or context ranks beside tensor ranks. Beside stages of a schedule are replicas, tensor ranks or context ranks.
+Modules leave out a kind in turn, and of the layouts and schedules of one kind they take one in turn, which differ in
+their numbers, or in the order of the same segments.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def everyday() -> list[Row]:
     settings = itertools.chain(covering(), itertools.cycle(covering(SMALL_FACTORS)))
     plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
-    names = [*names[: len(covering())], *names[len(covering()) :: 5]]
+    names = [*names[: len(covering())], *names[len(covering()) :: 8]]
     turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came
         Row("distilled", "pp2", "dualpipe-v", "none", 2, 1),
         Row("conditioned", "pp2", "zb-v", "none", 1, 2),
@@ -125,6 +125,11 @@ def _all_but_one(kinds: Sequence[tuple[str, ...]], turn: int) -> list[tuple[str,
     return [kind for place, kind in enumerate(kinds) if place != turn % len(kinds)]
 
 
+def kinds_of_schedule(module: str) -> int:
+    """How many of them the table has a module under."""
+    return 1 if module.startswith("hf_") else len(KINDS_OF_SCHEDULE) - 1
+
+
 def everything() -> Iterator[Row]:
     """Every module in two kinds of layouts and of schedules, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
@@ -136,7 +141,10 @@ def everything() -> Iterator[Row]:
             clip, accumulate, micro_batch = next(cycle)
             yield Row(module, layout, schedule, clip, accumulate, 0 if "cp" in layout else micro_batch)
         first = turn % len(TWO_STAGES)
-        schedules = [kind[turn % len(kind)] for kind in _all_but_one(KINDS_OF_SCHEDULE, turn // len(TWO_STAGES))]
+        round_ = turn // len(TWO_STAGES)
+        several = _all_but_one(KINDS_OF_SCHEDULE, round_)
+        kinds = several if kinds_of_schedule(module) > 1 else [KINDS_OF_SCHEDULE[round_ % len(KINDS_OF_SCHEDULE)]]
+        schedules = [kind[turn % len(kind)] for kind in kinds]
         yield from further(module, schedules, TWO_STAGES[first:] + TWO_STAGES[:first], cycle)
     modules = ("nanogpt", "torch_encoder", "hf_llama")
     for turn, schedule in enumerate((*SCHEDULES, *FURTHER_SCHEDULES)):
