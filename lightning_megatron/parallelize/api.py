@@ -33,6 +33,7 @@ def parallelize(
     example: Any = None,
     synchronize: bool = True,
     splits_input: bool = True,
+    by_views: bool = True,
     whole: Collection[str] = (),
 ) -> ParallelReport:
     """Split the layers of a module over the tensor group, in place. Collective over that group.
@@ -48,6 +49,8 @@ def parallelize(
             same initial values.
         splits_input: whether the first layer splits its input along the sequence, under ``sequence_parallel``; not
             where that is split over context ranks as well.
+        by_views: whether views in the code between layers may be given sizes of one rank; not where it is compiled, or
+            where context ranks split what it views.
         whole: names of modules that stay whole with all that is in them, as something else divides them.
 
     Returns:
@@ -62,7 +65,8 @@ def parallelize(
         return ParallelReport("none", 1, False, whole_table(module))
     if synchronize:
         broadcast_state(module, group)
-    blueprint, sequence = _decide(module, size, plan, sequence_parallel, example, whole, splits_input=splits_input)
+    given = module, size, plan, sequence_parallel, example, whole
+    blueprint, sequence = _decide(*given, splits_input=splits_input, by_views=by_views)
     _agree(blueprint, group)
     return _carry_out(module, group, blueprint, sequence)
 
@@ -127,6 +131,7 @@ def _decide(
     unlike: Collection[str] = (),
     *,
     splits_input: bool = True,
+    by_views: bool = True,
 ) -> tuple[Blueprint, SequencePlan | None]:
     """All decisions about a module, which does not change. Compiled parts run uncompiled in the trials."""
     if not isinstance(plan, (str, Mapping)):
@@ -135,11 +140,12 @@ def _decide(
         study = study_of(module, plan, unlike)
         apart = Parts(whole)
         kept = [name for name, _ in study.module.named_modules() if study.originals(name)[0] in apart] if whole else ()
-        blueprint = draw_up(study.module, size, plan, example, kept)
+        blueprint = draw_up(study.module, size, plan, example, kept, by_views=by_views)
         across = next(filter(None, (study.list_across(region.members) for region in blueprint.regions)), None)
         if across is not None:  # layers that are split by turns
             beside = whole, (*unlike, across)
-            return _decide(module, size, plan, sequence_parallel, example, *beside, splits_input=splits_input)
+            given = module, size, plan, sequence_parallel, example, *beside
+            return _decide(*given, splits_input=splits_input, by_views=by_views)
         sequence = plan_sequence(study.module, blueprint, splits_input) if sequence_parallel else None
         carried = None if sequence is None else sequence.carried_over(study, module)
         return carried_over(blueprint, study, module), carried

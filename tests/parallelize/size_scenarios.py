@@ -157,14 +157,85 @@ def fit_methods(info: RankInfo, kind: str, own: bool, options: dict[str, Any] | 
     return float(trainer.callback_metrics["train_loss"]), [row.style for row in rows]
 
 
-def fit_sized(info: RankInfo, kind: str, options: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], list[str]]:
+class InlineLayer(nn.Module):
+    """A layer that computes its attention itself, by sizes of its input, of the model, or of a constant.
+
+    Args:
+        kind: how it views the heads.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.c_proj, self.kind, self.n_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), kind, HEADS
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        if kind in ("split", "unbound"):
+            self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
+            keys = WIDTH // 2 if kind == "groups" else WIDTH
+            self.query, self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, keys), nn.Linear(WIDTH, keys)
+        self.register_buffer("mask", torch.ones(32, 32).tril()[None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.norm(x)
+        mixed = getattr(self, f"_{self.kind}")(y, batch, length, width)
+        x = x + self.c_proj(mixed)
+        return x + self.mlp(x)
+
+    def _split(self, y: Tensor, batch: int, length: int, width: int) -> Tensor:
+        q, k, v = self.c_attn(y).split(width, dim=2)
+        q, k, v = (z.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for z in (q, k, v))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
+        return (F.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous().view(batch, length, width)
+
+    def _unbound(self, y: Tensor, batch: int, length: int, width: int) -> Tensor:
+        q, k, v = self.c_attn(y).reshape(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(y.shape)
+
+    def _merged(self, y: Tensor, batch: int, length: int, width: int) -> Tensor:
+        def heads(z: Tensor) -> Tensor:
+            return z.view(batch, length, HEADS, -1).transpose(1, 2).reshape(batch * HEADS, length, width // HEADS)
+
+        q, k, v = heads(self.query(y)), heads(self.key(y)), heads(self.value(y))
+        mixed = torch.bmm((torch.bmm(q, k.transpose(1, 2)) / math.sqrt(width)).softmax(-1), v)
+        return mixed.view(batch, HEADS, length, -1).transpose(1, 2).reshape(batch, length, width)
+
+    def _groups(self, y: Tensor, batch: int, length: int, width: int) -> Tensor:
+        groups, size = HEADS // 2, width // HEADS
+        q = self.query(y).view(batch, length, HEADS, size).transpose(1, 2)
+        k, v = (z.view(batch, length, groups, size).transpose(1, 2) for z in (self.key(y), self.value(y)))
+        k = k[:, :, None].expand(batch, groups, 2, length, size).reshape(batch, HEADS, length, size)
+        mixed = F.scaled_dot_product_attention(q, k, v.repeat_interleave(2, dim=1), is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, length, width)
+
+
+class Inline(Sized):
+    """Two such layers.
+
+    Args:
+        kind: how they view the heads.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("")
+        self.layers = nn.ModuleList([InlineLayer(kind) for _ in range(2)])
+
+
+def fit_sized(
+    info: RankInfo, kind: str, options: dict[str, Any] | None, inline: bool = False
+) -> tuple[float, dict[str, Tensor], list[str]]:
     """Loss, whole weights and the styles of the layers after three steps."""
     tokens = torch.randint(0, VOCABULARY, (12, 17), generator=torch.Generator().manual_seed(1))
     trainer = make_trainer(info, "auto" if options is None else MegatronStrategy(**options), max_steps=3)
-    module = Sized(kind)
+    module = Inline(kind) if inline else Sized(kind)
     trainer.fit(module, DataLoader(tokens, batch_size=4))
     loss = float(trainer.callback_metrics["train_loss"])
     if options is None:
         return loss, {name: value.clone() for name, value in module.state_dict().items()}, []
-    styles = [row.style for row in trainer.strategy.parallel_report.rows if row.name.startswith("layers.0.attention")]
+    styles = [
+        row.style
+        for row in trainer.strategy.parallel_report.rows
+        if row.name.startswith("layers.0.") and "mlp" not in row.name
+    ]
     return loss, {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}, styles

@@ -208,11 +208,25 @@ def test_plan_shows_what_was_adapted_and_what_had_to_be_gathered(mesh):
     torch.manual_seed(0)
     from_input = parallelize(NanoGPT(CausalSelfAttention), mesh).explain()
     from_attribute = parallelize(NanoGPT(HeadwiseAttention), mesh).explain()
-    gathered = parallelize(hugging_face("codegen"), mesh).explain()
+    by_views = parallelize(hugging_face("codegen"), mesh).explain()
+    gathered = parallelize(ReturnsColumns(), mesh, example=torch.randn(2, 3, 8)).explain()
     assert "sees the local width" in from_input and "sees the local width" not in from_attribute
     for text in (from_input, from_attribute):
         assert "packed_colwise" in text and "n_head=2" in text and "n_embd=16" in text and "split_input" not in text
+    assert "split_input" not in by_views
     assert "rowwise_split_input" in gathered and "gathered:" in gathered
+
+
+class ReturnsColumns(nn.Module):
+    """A pair of layers, of which the first one's output is returned as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return self.down(hidden.relu()), hidden
 
 
 @pytest.mark.wide

@@ -31,7 +31,6 @@ from lightning_megatron.parallelize.reading.kinds import is_attention
 from lightning_megatron.parallelize.reading.left_out import leaves_entries_out
 from lightning_megatron.parallelize.reading.low_rank import sizes_of, splits_like_linear, structure_of
 from lightning_megatron.parallelize.reading.study import Rename, Study
-from lightning_megatron.parallelize.reading.trace import Trace
 from lightning_megatron.parallelize.trial.readers import (
     holds,
     regather_shared,
@@ -48,6 +47,7 @@ def draw_up(
     plan: str | Mapping[str, str],
     example: Any = None,
     whole: Collection[str] = (),
+    by_views: bool = True,
 ) -> Blueprint:
     """Decide how a module is split over ``parts`` ranks; the module does not change.
 
@@ -57,6 +57,7 @@ def draw_up(
         plan: ``"auto"``, or pattern -> style.
         example: input for the trace; guessed by default.
         whole: names of modules that are divided by other means; none of their layers is split.
+        by_views: whether views between the layers may be given sizes of one rank (see ``split_views``).
 
     Returns:
         The decisions, with the trace.
@@ -67,7 +68,7 @@ def draw_up(
     trace, untraced = run_examples(module, example)
     source, styles = styles_of(module, plan)
     styles = _without(styles, whole, source)
-    blueprint = Blueprint(source, styles, trace=trace, untraced=untraced)
+    blueprint = Blueprint(source, styles, trace=trace, untraced=untraced, by_views=by_views)
     blueprint.heads = vocabulary_heads(module, styles, trace)
     if source == "rules":
         _apply_rules(module, blueprint, parts, Parts(whole))
@@ -240,29 +241,30 @@ def _settle_one(
         packed = any(blueprint.styles[name] is Style.PACKED_COLWISE for name in region.columns)
     if blueprint.trace is None or any(p.is_meta for p in module.get_submodule(region.row).parameters()):
         return replace(region, cuts=next(proposals(module, region, parts, packed)), note="not tried: no example input")
-    found, reason = _settle(module, region, blueprint.trace, parts, packed)
+    found, reason = _settle(module, region, blueprint, parts, packed)
     if found is not None:
         return found
-    other = None if packed is None else _settle(module, region, blueprint.trace, parts, not packed)[0]
+    other = None if packed is None else _settle(module, region, blueprint, parts, not packed)[0]
     return _gathered_or_refused(module, blueprint, region, reason, other)
 
 
 def _settle(
-    module: nn.Module, region: Region, trace: Trace, parts: int, packed: bool | None
+    module: nn.Module, region: Region, blueprint: Blueprint, parts: int, packed: bool | None
 ) -> tuple[Region | None, str]:
     """Choose cuts, attributes and arguments with which the terms of the ranks add up to the whole output.
 
     Args:
         module: the traced module.
         region: columns and row, without chosen cuts.
-        trace: a trace that ran the region's scope.
+        blueprint: the plan so far, with a trace.
         parts: size of the tensor group.
         packed: whether columns hold packed parts; None to try both.
 
     Returns:
         The region with the first cut that passes the trial, or None and the reason why the closest proposal failed.
     """
-    if region.scope not in trace.calls or region.row not in trace.calls:
+    trace = blueprint.trace
+    if trace is None or region.scope not in trace.calls or region.row not in trace.calls:
         return None, "it did not run on the tiny input"
     if replaced := [name for name in trace.replaced if lies_in(name, region.scope)]:
         return None, f"the model replaces {min(replaced)!r} as it runs"
@@ -279,7 +281,8 @@ def _settle(
                 return replace(candidate, methods=methods, tried=tensor_arguments(*bench.arguments)), ""
             closest = objection if objection.startswith("in training") else closest
             reason = closest or objection
-    return None, reason
+    cut = (replace(region, cuts=cuts) for cuts in proposals(module, region, parts, packed))
+    return bench.by_views(cut, parts) if blueprint.by_views else None, reason
 
 
 def _gathered_or_refused(
@@ -306,15 +309,7 @@ def _gathered_or_refused(
             f"The plan is wrong for {', '.join(map(repr, region.columns))} -> {region.row!r}: {reason}; {advice}."
         )
     gathered = {n: ColumnCut.blocks(sizes_of(module.get_submodule(n))[1]) for n in region.columns}
-    return replace(
-        region,
-        gathered=True,
-        cuts=gathered,
-        attributes={},
-        arguments={},
-        narrowed=None,
-        note=f"gathered: {reason}",
-    )
+    return region.gather(gathered, f"gathered: {reason}")
 
 
 def _can_be_gathered(module: nn.Module, blueprint: Blueprint, region: Region, parts: int) -> bool:
@@ -360,6 +355,7 @@ def _like(decided: Region, region: Region) -> Region:
         methods={(owners[name], method) for name, method in decided.methods},
         arguments=decided.arguments,
         narrowed=None if decided.narrowed is None else (owners[decided.narrowed[0]], decided.narrowed[1]),
+        views=decided.views,
         tried=decided.tried,
         note=decided.note,
     )

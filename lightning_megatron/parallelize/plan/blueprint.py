@@ -8,7 +8,11 @@ any parameter-free code in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import nn
 
 from lightning_megatron.mesh.parts.boxes import Range, block_range
 from lightning_megatron.parallelize.plan.styles import Style
@@ -18,6 +22,13 @@ from lightning_megatron.parallelize.reading.trace import Trace
 
 Door = tuple[str, tuple[int | str, ...]]
 """A module that contains projections, and those of its arguments (positions or keywords) that the projections read."""
+
+
+class ViewsInside(Protocol):
+    """Gives views in the code between layers sizes of one rank (``trial/split_views.py``)."""
+
+    def install(self, columns: Iterable[nn.Module], row: nn.Module) -> None:
+        """Add hooks to the column-parallel layers and to the row-parallel one."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,7 @@ class Region:
             position or keyword -> ``"heads"`` for a dim of that size, ``"batch"`` for [batch * heads, ..].
         sizes: attention sizes, if the region is an attention.
         narrowed: module and arguments whose width its code reads and must see as the local one (see ``narrowing``).
+        views: what the views of code between the layers are given that reads the sizes of the model; None without any.
         tried: positions and keywords of the scope's arguments that were tensors in the trial; None without a trial.
         note: what was decided and why, for the report.
     """
@@ -97,6 +109,7 @@ class Region:
     arguments: dict[int | str, str] = field(default_factory=dict)
     sizes: HeadSizes | None = None
     narrowed: Door | None = None
+    views: ViewsInside | None = None
     tried: frozenset[int | str] | None = None
     note: str = ""
 
@@ -104,6 +117,11 @@ class Region:
     def members(self) -> list[str]:
         """Names of the column-parallel layers and of the row-parallel one."""
         return [*self.columns, self.row]
+
+    def gather(self, cuts: dict[str, ColumnCut], note: str) -> Region:
+        """The region with gathered outputs of its columns, which code of any kind may lie between."""
+        own: dict[str, Any] = {"attributes": {}, "arguments": {}, "narrowed": None, "views": None}
+        return replace(self, gathered=True, cuts=cuts, note=note, **own)
 
 
 @dataclass
@@ -118,6 +136,7 @@ class Blueprint:
         products: of modules that are cut like a linear layer, how their tensors are cut.
         trace: the trace of the module, if it could be run.
         untraced: the reason why it could not be run.
+        by_views: whether views between the layers may be given sizes of one rank.
     """
 
     source: str
@@ -127,3 +146,4 @@ class Blueprint:
     products: dict[str, Divisible] = field(default_factory=dict)
     trace: Trace | None = None
     untraced: str = ""
+    by_views: bool = True

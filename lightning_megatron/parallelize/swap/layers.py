@@ -207,6 +207,8 @@ class Builder:
             Narrowing(region.narrowed[1], self.group.size()).install(
                 self.module.get_submodule(region.narrowed[0]), columns
             )
+        if region.views is not None and not region.gathered:
+            region.views.install(columns, self.module.get_submodule(region.row))
         if region.sizes is not None and not region.gathered:
             hook = _slicing_hook(region, region.sizes.heads, self.group.size(), self.group.rank())
             scope = self.module.get_submodule(region.scope)

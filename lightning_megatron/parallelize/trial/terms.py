@@ -8,9 +8,12 @@ depends on its queries and keys, so that a head paired with the wrong one would 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +21,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh.parts.boxes import block_range
 from lightning_megatron.mesh.parts.names import lies_in, parent
-from lightning_megatron.parallelize.plan.blueprint import Region
+from lightning_megatron.parallelize.plan.blueprint import Region, ViewsInside
 from lightning_megatron.parallelize.reading.copy import copy_of
 from lightning_megatron.parallelize.reading.divisible import divisible, keep_features, tensors_of
-from lightning_megatron.parallelize.reading.heads import slice_arguments
+from lightning_megatron.parallelize.reading.heads import slice_arguments, tensor_arguments
 from lightning_megatron.parallelize.reading.kinds import is_linear, is_transposed
 from lightning_megatron.parallelize.reading.low_rank import base_of, keep_outputs, linears_of, sizes_of, take
 from lightning_megatron.parallelize.reading.replay import Replay
@@ -29,6 +32,7 @@ from lightning_megatron.parallelize.reading.trace import Trace, relative
 from lightning_megatron.parallelize.trial.afterwards import Afterwards
 from lightning_megatron.parallelize.trial.local_sizes import LocalSizes, by_owner, note_methods
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
+from lightning_megatron.parallelize.trial.split_views import SplitViews
 from lightning_megatron.parallelize.trial.training import (
     TOLERANCE,
     NoDropout,
@@ -53,7 +57,7 @@ class _Reached(Exception):
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
-        self.x = x
+        self.x = x.as_subclass(Tensor)
 
 
 class Bench:
@@ -95,6 +99,39 @@ class Bench:
         deviation = self._deviation(candidate, parts) or self._training_deviation(candidate, parts)
         local = candidate.attributes or candidate.narrowed is not None
         return deviation or (self._deviation_behind(candidate, parts) if local else "")
+
+    def by_views(self, candidates: Iterable[Region], parts: int) -> Region | None:
+        """The first region whose terms add up to the whole if views of the code in it are given sizes of one rank.
+
+        Args:
+            candidates: the region with each of the proposed cuts; attributes and arguments have their own values.
+            parts: size of the tensor group.
+        """
+        for candidate, inner in itertools.product(candidates, (False, True)):
+            with contextlib.suppress(Exception):  # with a wrong proposal, the user's code may fail in any way
+                shown = replace(candidate, views=self._views_of(candidate, parts, inner))
+                if not self.objection(shown, parts):
+                    return replace(shown, tried=tensor_arguments(*self.arguments))
+        return None
+
+    def _views_of(self, candidate: Region, parts: int, inner: bool) -> SplitViews:
+        """The sizes that views are given.
+
+        Raises:
+            OtherViews: the code cannot be followed.
+            Exception: any exception of the user's code with the slices of one rank.
+        """
+        views = SplitViews(parts, max(len(cut.segments) for cut in candidate.cuts.values()), inner)
+        share = _Share(replace(candidate, views=views), parts, 0)
+        for training in (False, True) if self._trained is not None else (False,):
+            with torch.no_grad(), NoDropout():
+                whole = functools.partial(self._term, None, lambda copied: self._show(copied, views))
+                views.learn(lambda: whole(training=training), lambda: self._term(share, training=training))  # noqa: B023
+        return views
+
+    def _show(self, copied: nn.Module, views: ViewsInside) -> None:
+        columns = [self._inside(copied, name) for name in self._region.columns]
+        views.install(columns, self._inside(copied, self._region.row))
 
     def _deviation_behind(self, candidate: Region, parts: int) -> str:
         if self._afterwards is None:
@@ -262,6 +299,8 @@ class Bench:
         if region.narrowed is not None:
             columns = [self._inside(copied, name) for name in region.columns]
             Narrowing(region.narrowed[1], share.parts).install(self._inside(copied, region.narrowed[0]), columns)
+        if region.views is not None:
+            self._show(copied, region.views)
 
 
 def _stop(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:

@@ -263,7 +263,8 @@ class Assembler:
         given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts, asked.expert_dispatch
         alone = self._mesh.layout.data * self._mesh.layout.context == 1 and not steps.sequence_parallel
         per_replica = alone or steps.expert_balance is not None
-        return LayerSplit(self._mesh, self._precision, *given, expert_plan=asked.expert_plan, per_replica=per_replica)
+        plan, compiled = asked.expert_plan, bool(asked.compile_layers)
+        return LayerSplit(self._mesh, self._precision, *given, plan, per_replica, compiled)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)

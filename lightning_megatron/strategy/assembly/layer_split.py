@@ -17,6 +17,7 @@ from lightning_megatron.mesh.marks import Marks
 from lightning_megatron.mesh.mesh import ExpertGroups, ParallelMesh
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.elsewhere.twins import shown_whole
+from lightning_megatron.pipeline.forwards.compiled import is_given_compiled
 from lightning_megatron.pipeline.stage.stage import Stage
 from lightning_megatron.strategy.assembly.refusals import already_split
 
@@ -66,6 +67,7 @@ class LayerSplit:
         dispatch: how tokens come to experts: "all_to_all" or "all_gather".
         expert_plan: what the user says of experts; see ``expert_parallel_plan``.
         per_replica: whether a balancing loss is meant to be each replica's.
+        compiled: whether layers are to be compiled.
     """
 
     mesh: ParallelMesh
@@ -77,6 +79,7 @@ class LayerSplit:
     dispatch: str
     expert_plan: str | Mapping[str, str | int]
     per_replica: bool
+    compiled: bool
 
     def split(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
@@ -114,6 +117,7 @@ class LayerSplit:
                 report = parallelize(
                     *(module, group, self.plan, self.sequence_parallel),
                     splits_input=self.mesh.layout.context == 1,
+                    by_views=not (self.compiled or self.mesh.layout.context > 1 or is_given_compiled(module)),
                     whole=() if split is None else split.report.split,
                 )
             table = report.parameters
