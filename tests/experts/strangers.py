@@ -562,10 +562,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 BIASES = {kind.__name__.lower(): kind for kind in (OwnBias, BiasByAttribute, BiasByBuffer)}
 """What moves a bias by its own code, the last two in a hook."""
 TIGHT: list[Callable[[], nn.Module]] = [
-    lambda: MoE(WIDTH, 8, EXPERTS, capacity_factor=0.6),
-    lambda: MoE(WIDTH, 8, EXPERTS, 1, gated=False, shared=8, capacity_factor=0.5, least_capacity=1),
-    lambda: MoE(WIDTH, 8, EXPERTS, 3, router="sigmoid", capacity_factor=0.8),
-    lambda: MoE(WIDTH, 8, EXPERTS, 1, capacity_factor=1.0),
+    lambda: MoE(WIDTH, 8, EXPERTS, capacity_factor=1.0),
+    lambda: MoE(WIDTH, 8, EXPERTS, 1, gated=False, shared=8, capacity_factor=1.0, least_capacity=1),
+    lambda: MoE(WIDTH, 8, EXPERTS, 3, router="sigmoid", capacity_factor=1.1),
+    lambda: MoE(WIDTH, 8, EXPERTS, 1, capacity_factor=1.2),
 ]
 """Mixtures that drop tokens."""
 BIASED: list[Callable[[], nn.Module]] = [

@@ -156,11 +156,11 @@ def test_products_of_all_experts_at_once_are_those_of_one_after_the_other(gated)
 
 def test_tokens_beyond_the_capacity_are_dropped_in_training_only():
     torch.manual_seed(0)
-    mixture = MoE(8, 4, 2, 1, capacity_factor=0.5, least_capacity=1).double()
+    mixture = MoE(8, 4, 2, 1, capacity_factor=1.0, least_capacity=1).double()
     mixture.router.weight.data.zero_()
     mixture.router.weight.data[0, 0] = 1.0
-    x = torch.rand(1, 8, 8, dtype=torch.double)  # all of them like expert 0, which takes two
-    assert (mixture(x) != 0).any(-1).tolist() == [[True, True, *[False] * 6]]
+    x = torch.rand(1, 8, 8, dtype=torch.double)  # all of them like expert 0, which takes four
+    assert (mixture(x) != 0).any(-1).tolist() == [[*[True] * 4, *[False] * 4]]
     assert (mixture.eval()(x) != 0).any(-1).all()
 
 
@@ -189,7 +189,7 @@ def test_a_loss_of_sequences_is_the_mean_of_theirs():
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ({"capacity_factor": 0.0}, "`capacity_factor=0.0` must be above 0"),
+        ({"capacity_factor": 0.9}, "`capacity_factor=0.9` must be at least 1"),
         ({"least_capacity": 0}, "`least_capacity=0` must be at least 1"),
         ({"jitter": 1.0}, "`jitter=1.0` must be at least 0 and below 1"),
     ],

@@ -40,7 +40,7 @@ class MoE(nn.Module):
         normalize: whether a token's weights add up to ``scale``; by default if it goes to several experts, as the
             weight of one would be constant.
         scale: factor of the weights.
-        capacity_factor: how many tokens an expert takes from a batch of training at most, over the mean:
+        capacity_factor: how many tokens an expert takes from a batch of training at most, over the mean, 1 or more:
             ``ceil(capacity_factor · top_k · tokens / experts)``, or ``least_capacity`` if that is more. Those beyond
             are dropped: first choices of all tokens come before second ones, and tokens in the order of the batch
             (GShard, arXiv 2006.16668; DeepSpeed-MoE). ``x`` is ``[batch, ..., hidden]`` then. In evaluation, and with
@@ -62,7 +62,7 @@ class MoE(nn.Module):
         z: its mean square of the logits' logarithmic sum.
 
     Raises:
-        ValueError: sizes that do not fit together, or an unknown router.
+        ValueError: sizes that do not fit together, a capacity below the mean, or an unknown router.
 
     Example:
         ``MoE(1024, 704, experts=64, top_k=6, shared=1408)``: 64 experts of width 704, of which a token takes 6, beside
@@ -91,8 +91,11 @@ class MoE(nn.Module):
             raise ValueError(f"`top_k={top_k}` must lie between 1 and `experts={experts}`.")
         if router not in ROUTERS:
             raise ValueError(f"`router={router!r}` must be one of {', '.join(map(repr, ROUTERS))}.")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"`capacity_factor={capacity_factor}` must be above 0, or None to drop no token.")
+        if capacity_factor is not None and not capacity_factor >= 1:
+            raise ValueError(
+                f"`capacity_factor={capacity_factor}` must be at least 1, with which experts that are chosen equally "
+                "often take every token, or None to drop none."
+            )
         if least_capacity < 1:
             raise ValueError(f"`least_capacity={least_capacity}` must be at least 1.")
         if not 0 <= jitter < 1:
