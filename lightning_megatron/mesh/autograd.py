@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_megatron.mesh.nested import Nested
 
@@ -130,6 +131,31 @@ class HandsOn:
     around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
+class Forgetting(HandsOn):
+    """Hooks on saved tensors by which a graph keeps none of them, for a forward that no backward follows.
+
+    The graph is there, so code that asks what requires gradients goes the ways it goes in a step; of activations, only
+    those are in memory that the forward itself still needs.
+
+    Args:
+        tells: what to do about code that reads one, for the error.
+    """
+
+    def __init__(self, tells: str) -> None:
+        self._tells = tells
+
+    def around_forward(self) -> saved_tensors_hooks:
+        """A context; hooks inside of it that hand tensors on hand them to nobody."""
+        self.around = saved_hooks(True)
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> None:
+        """Keep nothing of it."""
+
+    def _unpack(self, _: None) -> Tensor:
+        raise RuntimeError(f"a step differentiates within itself what is run forward only here; {self._tells}.")
+
+
 saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The latest hooks on saved tensors, of whatever kind; ``None`` for none."""
 
@@ -140,3 +166,9 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     while top is not None and isinstance(owner := getattr(top[0], "__self__", None), HandsOn):
         top = owner.around
     return top  # type: ignore[no-any-return]
+
+
+def hooks_keep() -> bool:
+    """Whether hooks may keep copies of what autograd saves, such as those of a checkpoint: none do in a trial."""
+    top: Any = saved_hooks(True)
+    return top is not None and not isinstance(getattr(top[0], "__self__", None), Forgetting)

@@ -40,6 +40,16 @@ class Greedy(CausalLanguageModel):
             torch.empty(1 << 50)
 
 
+class Penalised(CausalLanguageModel):
+    """Adds a gradient to its loss, for which it differentiates in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        factor = torch.ones((), requires_grad=True, device=self.device)
+        (gradient,) = torch.autograd.grad(loss * factor, factor, create_graph=True)
+        return loss + 0.1 * gradient
+
+
 class Convolutional(Greedy):
     """A model that the planner does not know."""
 
@@ -61,10 +71,10 @@ def _fit(trainer: Any, module: Any) -> None:
 
 
 def measured(
-    info: RankInfo, sizes: dict[str, Any], measures: bool = True, layers: int = 4, **options: Any
+    info: RankInfo, sizes: dict[str, Any], measures: bool = True, layers: int = 4, batch: int = 6, **options: Any
 ) -> dict[str, Any]:
     """Losses, and the report of a step."""
-    callback, losses = MemoryTimeline(info.directory), Losses()
+    callback, losses = MemoryTimeline(info.directory, batch), Losses()
     trainer = _trainer(info, sizes, [losses, callback] if measures else [losses], **options)
     config = replace(CONFIGS["llama"], vocabulary=256, layers=layers, intermediate=128)
     module = CausalLanguageModel(config, lr=1e-2)
@@ -86,3 +96,10 @@ def too_large(info: RankInfo, sizes: dict[str, Any], where: str, kind: str = "kn
     )
     module.where, module.rank = where, rank
     _fit(_trainer(info, sizes, []), module)
+
+
+def penalised(info: RankInfo, sizes: dict[str, Any]) -> list[float]:
+    """Losses of a step that differentiates within itself."""
+    losses = Losses()
+    _fit(_trainer(info, sizes, [losses]), Penalised(replace(CONFIGS["llama"], vocabulary=256, intermediate=128)))
+    return losses.seen

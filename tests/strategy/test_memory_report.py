@@ -22,7 +22,7 @@ from lightning_megatron.strategy.memory.live_bytes import LiveBytes
 from lightning_megatron.strategy.options.options import Options
 from tests.harness import JobFailed, run_trainers
 from tests.models.scenarios import CONFIGS
-from tests.strategy.memory_report_scenarios import measured, too_large
+from tests.strategy.memory_report_scenarios import measured, penalised, too_large
 
 WIDE = pytest.mark.wide
 
@@ -70,6 +70,34 @@ def test_bytes_of_a_step_are_counted_by_kind_and_near_the_planners(sizes: dict[s
     assert shown.get_visible() and shown.get_xlabel() == "planner"
     unpredicted = replace(report, ranks=[replace(one, predicted=None) for one in report.ranks])
     assert not any(axes.get_visible() for axes in draw(unpredicted).axes[1::2]), "no frame without a bar"
+
+
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_size": 2, "micro_batch_size": 1},
+        pytest.param({"data_parallel_size": 2, "weight_sharding": True}, marks=WIDE),
+        pytest.param({"pipeline_parallel_size": 2, "micro_batch_size": 1}, marks=WIDE),
+    ],
+)
+def test_steps_that_are_tried_on_parts_hold_no_more_activations_than_others(sizes: dict[str, Any]) -> None:
+    most = {
+        batch: [
+            each.peak.activations
+            for each in run_trainers(measured, sizes, True, 4, batch, devices=2)[0].value["report"].ranks
+        ]
+        for batch in (1, 2, 6)
+    }
+    for first, second, later in zip(*most.values(), strict=True):
+        assert max(first, second) < 1.1 * later
+
+
+@pytest.mark.wide
+def test_a_step_that_differentiates_within_itself_is_tried_all_the_same() -> None:
+    alone = run_trainers(penalised, {}, devices=1)[0].value
+    for outcome in run_trainers(penalised, {"data_parallel_size": 2, "micro_batch_size": 1}, devices=2):
+        assert outcome.value == pytest.approx(alone)
 
 
 def test_a_memory_counts_once_from_the_operation_that_makes_it_to_its_last_tensor() -> None:

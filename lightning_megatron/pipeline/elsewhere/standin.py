@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.mesh.autograd import hooks_keep
 from lightning_megatron.mesh.batches import signature
 from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.mesh.pickling import OtherClass
@@ -166,7 +167,7 @@ def _fill_with(stand_in: Tensor, received: Tensor, training: bool) -> bool:
         if fills:
             stand_in.copy_(received)
         return fills
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if hooks_keep():
         return False
     if stand_in._is_view() or stand_in.is_inference() or stand_in.device != received.device:
         return False

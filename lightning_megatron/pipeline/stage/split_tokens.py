@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.all_here import all_tokens_here
 from lightning_megatron.layers.whole import WholeTensor
+from lightning_megatron.mesh.autograd import hooks_keep
 from lightning_megatron.pipeline.elsewhere.effects import Effect
 from lightning_megatron.pipeline.stage.boundary import Boundary, Leaf
 
@@ -45,7 +46,7 @@ def become_split(stand_in: Tensor, split: WholeTensor) -> bool:
     Returns:
         Whether it could be done: nothing but names of Python's holds the stand-in.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if hooks_keep():
         return False
     try:
         torch.utils.swap_tensors(stand_in, split)

@@ -244,7 +244,7 @@ class AllSamples:
         passes = context.passes
         step = PipelineStep(context.schedule(1, forward_only=True), tried, [whole], TRIAL)
         drawing, running = context.streams.before_step([Rows(0, size, size)]), stages.running(whole, 1, training=False)
-        with drawing, running as executor:
+        with drawing, context.tries(), running as executor:
             executor.run(step) if passes is None else passes.try_on(step, context.streams)
         outcome = stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)
         stages.settle()

@@ -176,7 +176,7 @@ class CountsFirst:
 
         step = PipelineStep(context.schedule(len(parts), forward_only=True), noted, parts, TRIAL)
         before, running = context.streams.before_step(rows), stages.running(batch, len(parts), training=False)
-        with self.noting(len(parts)), before, running as executor:
+        with self.noting(len(parts)), before, context.tries(), running as executor:
             executor.run(step)
         stages.outcome(lambda: Outcome(no_logs(context.device)), TRIAL)
         stages.settle()

@@ -94,7 +94,8 @@ class Drawing:
         try:
             for lesson.large in (False, True):
                 step = PipelineStep(self._context.schedule(2, forward_only=True), run, pieces, TRIAL)
-                with self._streams.trial(name), stages.running(pieces[1], 2, training=False) as executor:
+                running = stages.running(pieces[1], 2, training=False)
+                with self._streams.trial(name), self._context.tries(), running as executor:
                     executor.run(step)
                 outcome = stages.outcome(lambda: Outcome(no_logs(self._context.device)), TRIAL)
                 stages.settle()

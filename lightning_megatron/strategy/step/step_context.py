@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, cast
 
@@ -15,11 +16,13 @@ from torchmetrics import Metric
 
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.experts.exchange.taking_part import StepCalls
+from lightning_megatron.mesh.autograd import Forgetting
 from lightning_megatron.mesh.draws.random_streams import SegmentStreams
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.mesh.messages.collectives import raw_all_reduce
 from lightning_megatron.mesh.precisions import StepPrecision
+from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step, names_in
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.schedules.instructions import Schedule
 from lightning_megatron.pipeline.schedules.simulation import Timeline
@@ -34,6 +37,13 @@ from lightning_megatron.strategy.step.step import Outcome
 
 Over = Literal["", "training", "evaluation"]
 """Which steps the replicas run together."""
+
+_DIFFERENTIATES = {"backward", "manual_backward", "autograd", "grad", "grads", "vjp", "jacobian", "hessian"}
+_DIFFERENTIATES |= {"grad_and_value", "value_and_grad", "jacrev", "jacfwd"}  # of torch.func, which has no hooks
+_KEPT = (
+    "pass `whole_batch_loss=False`, which tries no step, or ask for gradients (`torch.autograd.grad`) in code of the "
+    "module that trials can read"
+)
 
 
 class Recording:
@@ -262,6 +272,20 @@ class StepContext:
         """Runs training steps that are known to call the layers more than once; ``None`` where they do not."""
         repeats = self.stages.repeats
         return repeats if repeats is not None and repeats.includes("training_step") else None
+
+    @contextmanager
+    def tries(self) -> Iterator[None]:
+        """Around forwards of a trial that no backward follows: nothing is kept for one, unless code asks for gradients.
+
+        A trial runs the samples of several micro-batches or replicas at once, of which a step keeps fewer.
+        """
+        with nullcontext() if self._differentiates else Forgetting(_KEPT).around_forward():
+            yield
+
+    @cached_property
+    def _differentiates(self) -> bool:
+        """Whether code of the step may run a backward by itself."""
+        return any(_DIFFERENTIATES & {*names_in(each.__code__)[0]} for each in functions_of_step(self.module))
 
     def schedule(self, micro_batches: int, *, forward_only: bool) -> Schedule:
         """The lowered schedule of a step of so many micro-batches."""

@@ -106,7 +106,7 @@ class PaddingOverReplicas:
         spread = nullcontext() if windows is None else windows.trial()
         streams = context.streams.trial(rows=joins.rows())
         running = context.stages.running(short.padded, 2, training=False)
-        with _without_dropout(context.module), streams, spread, running as executor:
+        with _without_dropout(context.module), streams, spread, context.tries(), running as executor:
             executor.run(step) if passes is None else passes.try_on(step, context.streams)
         drawn = objects.gather(draws.any, context.mesh.group("world"))
 

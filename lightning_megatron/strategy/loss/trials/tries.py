@@ -263,7 +263,7 @@ class LossTrials:
         checked = max(joins.pieces, key=batch_size_of), len(joins.pieces)
         streams, windows = self._streams.trial(rows=joins.rows()), self._context.gradients.windows
         spread = nullcontext() if windows is None else windows.trial()
-        with streams, spread, self._stages.running(*checked, training=False) as executor:
+        with streams, spread, self._context.tries(), self._stages.running(*checked, training=False) as executor:
             executor.run(step) if passes is None else passes.try_on(step, self._streams)
         kinds, writes, unsure, _ = verdict = tried.written(self._layers, cut=cut)
         disproved = self._written.note(verdict) if cut else ""
@@ -343,7 +343,8 @@ class LossTrials:
         use_rows = lambda each: self._streams.use_rows(Deal().rows(list(map(batch_size_of, each))))  # noqa: E731
         given = call, self._recording, traces, parts, both, self._schedule, use_rows
         tried = AroundTrial(*given, lambda: self._stages.is_behind_layers)
-        with self._streams.trial(), self._stages.running(both, len(parts), training=False) as executor:
+        running = self._stages.running(both, len(parts), training=False)
+        with self._streams.trial(), self._context.tries(), running as executor:
             tried.run(executor)
 
         def judged() -> Outcome:
