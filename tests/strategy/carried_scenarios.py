@@ -234,6 +234,33 @@ class Steered(Carries):
         self.rate = max(0.0, self.rate + 0.5 * (float(self.last) - 0.05))
 
 
+class SteeredByForward(Steered):
+    """By what the forward has kept, which the step calls as `self(x)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x)
+        self.last = features.detach().square().mean()
+        return features
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        features = self(x)
+        return self.words(features, y) + self.rate * features.square().mean()
+
+
+class SteeredByLayer(Steered):
+    """By what a hook on a layer has kept, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1].register_forward_hook(
+            lambda layer, args, output: setattr(self, "last", output.detach().square().mean())
+        )
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        features = self.features(x)
+        return self.words(features, y) + self.rate * features.square().mean()
+
+
 class SteeredByOutputs(Steered):
     """By what the step has returned."""
 
@@ -414,6 +441,8 @@ _KINDS = (
     Counts,
     Several,
     Steered,
+    SteeredByForward,
+    SteeredByLayer,
     Plateau,
     OfClass,
     Stopwatch,

@@ -61,9 +61,13 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((2, 1), {"micro_batch_size": 1, "micro_batch_loss_weight": samples}),
     ((2, 2), {"micro_batch_size": 1, "micro_batch_loss_weight": samples}),
 ]
-EVERYDAY = {(name, 0) for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts", "Several", "OfClass")}
+EVERYDAY = {
+    (name, 0)
+    for name in ("Codebook", "Queue", "Frequencies", "Centre", "Counts", "Several", "OfClass", "SteeredByForward")
+}
 EVERYDAY |= {("Codebook", 1), ("SetBack", 1), ("Queue", 7), ("Counts", 8), ("BySource", 1)}
 PASSES = "each step runs once more before, forward only, on the samples of all replicas"
+MEANS = ("Centre", "Steered", "SteeredByForward", "SteeredByLayer")  # these come together without a pass
 ROWS = [
     pytest.param(name, layout, arguments, marks=() if (name, number) in EVERYDAY else WIDE)
     for number, (layout, arguments) in enumerate(LAYOUTS)
@@ -82,7 +86,7 @@ def test_replicas_go_on_from_what_one_process_has_written(
     for found in run_trainers(carried, layout, name, arguments, devices=ranks):
         here = {key: value for key, value in found.value.items() if value}
         assert not list(differences("", here, {key: expected[key] for key in here}, 1e-9)), found.output
-        assert (PASSES in found.output) == (name not in ("Centre", "Steered") and found.rank == 0 and layout[1] > 1)
+        assert (PASSES in found.output) == (name not in MEANS and found.rank == 0 and layout[1] > 1)
 
 
 @pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=WIDE)], ids=str)

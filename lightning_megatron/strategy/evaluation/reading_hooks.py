@@ -27,7 +27,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_megatron.mesh.parts.bytecode import names_in
 from lightning_megatron.mesh.parts.packages import METRICS, comes_from, is_users
 from lightning_megatron.mesh.parts.syntax import definition_of, place_in
-from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in
+from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in, functions_of_step
 from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of, may_log
 
 _GATHERS = frozenset(
@@ -72,7 +72,8 @@ def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) ->
         callbacks: of the Trainer.
     """
     owners: list[tuple[Any, Any]] = [(module, None), *((each, Callback) for each in foreign_callbacks(callbacks))]
-    step = {name for function in functions_of(module, "training_step") for name in names_in(function.__code__)}
+    functions = [*functions_of(module, "training_step"), *functions_of_step(module)]  # `self(x)` names no forward
+    step = {name for function in functions for name in _names_kept_by(function.__code__)}
     step |= _names_in_layers_hooks(module)
     found, lines = set[str](), list[str]()
     for owner, parent in owners:
@@ -86,6 +87,15 @@ def names_steering(module: pl.LightningModule, callbacks: Iterable[Callback]) ->
     return found, lines
 
 
+def _names_kept_by(code: types.CodeType) -> set[str]:
+    """Names in code, and those that it may give ``setattr``."""
+    names = set(names_in(code))
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    if "setattr" in names:
+        names |= {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    return names.union(*map(_names_kept_by, inner))
+
+
 def _names_in_layers_hooks(module: pl.LightningModule) -> set[str]:
     """Names in the user's hooks on layers, which steps run, and attributes of the module for what their closures hold:
     ``self.seen = seen`` beside ``layer.register_forward_hook(lambda *_: seen.append(...))``.
@@ -96,7 +106,7 @@ def _names_in_layers_hooks(module: pl.LightningModule) -> set[str]:
         function: Any = inspect.unwrap(getattr(hook, "func", hook))
         code = getattr(function, "__code__", None)
         if code is not None and is_users(function, "builtins", METRICS):
-            found |= {*names_in(code), *code.co_freevars}
+            found |= {*_names_kept_by(code), *code.co_freevars}
             cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
             for cell in cells:
                 with suppress(ValueError):  # no value yet
