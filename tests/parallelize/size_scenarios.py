@@ -84,6 +84,7 @@ class Sized(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss = loss * self.layers[0].attention.n_head if self.kind == "heads in the step" else loss
+        loss = loss / math.log(self.layers[0].mlp[1].weight.shape[0]) if self.kind == "rows in the step" else loss
         self.log("train_loss", loss)
         return loss
 

@@ -15,7 +15,7 @@ from tests.parallelize.size_scenarios import fit_methods, fit_sized
 INSIDE = ("kept width", "width of the input", "width", "heads")
 """Code behind the projection, in the same forward: views between the projections alone get sizes of one rank."""
 
-OUTSIDE = ("heads in the layer", "heads in the step", "width in the optimizer", "heads in a hook")
+OUTSIDE = ("heads in the layer", "heads in the step", "rows in the step", "width in the optimizer", "heads in a hook")
 """Code of others."""
 
 OF_WEIGHTS = ("norm of a weight", "rows of a weight", "norm in training")

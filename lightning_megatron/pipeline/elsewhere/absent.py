@@ -11,15 +11,18 @@ a step such a tensor answers what it knows and no more::
     .item(), float(), if, print          an error that names the part, instead of a zero
     writing it into a tensor that is here                 likewise
 
-Its shape is that of one process, as hooks see split weights whole. In a step it is zeros of the shape of this rank's
-part, and results computed from it are marked (:mod:`.away`); while a backward recomputes layers, it is plain zeros. A
-logged value that is absent here is taken from the stage that has it (``strategy.logs.hook_logs``).
+Its shape is that of one process, as hooks see split weights whole, and so do steps: of a split weight, only the layer
+that has it gets zeros of the shape of a rank's part. What a step computes from it is marked (:mod:`.away`); while a
+backward recomputes layers, it is plain zeros. A logged value that is absent here is taken from the stage that has it
+(``strategy.logs.hook_logs``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh.autograd import in_backward
-from lightning_megatron.mesh.parts.packages import module_of
+from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, module_of
 from lightning_megatron.mesh.pickling import refuse_pickling
 from lightning_megatron.pipeline.elsewhere.away import (
     FIRST_ONLY,
@@ -76,7 +79,9 @@ class Absent(Tensor):
         part: dotted name of what it belongs to.
         plain: the zeros.
         whole: the same as hooks see them: of the shape that it has in one process.
-        away: the same, for steps.
+        away: the same, for layers in steps.
+        is_part: whether those have the shape of a rank's part, and not that which it has in one process.
+        away_whole: the same as ``away``, for code outside of the layer.
         absent_source: what they lack.
         phase: tells what runs now.
         twin: the parameter as it is in one process; ``None`` for a buffer, or a result.
@@ -86,6 +91,8 @@ class Absent(Tensor):
     plain: Tensor
     whole: Tensor
     away: Tensor
+    is_part: bool
+    away_whole: Tensor
     absent_source: StageSource
     phase: TellsPhase
     twin: Tensor | None
@@ -109,7 +116,7 @@ class Absent(Tensor):
                     return args[0]._alias()
                 if func in _OF_GRADIENT and args[0].phase(lists=True) is not Phase.STEP:
                     return args[0]._gradient()
-            return func(*[argument.away if argument.__class__ is Absent else argument for argument in args])
+            return func(*[argument.in_steps() if argument.__class__ is Absent else argument for argument in args])
         kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
         if first._is_in_step():
@@ -141,6 +148,14 @@ class Absent(Tensor):
         if name in _HOOKS:
             return RemovableHandle(OrderedDict())  # torch refers to it weakly, as no plain dict allows
         return first._result(func, attribute or name, args, kwargs)
+
+    def in_steps(self) -> Tensor:
+        """The tensor that the code which runs computes with in a step."""
+        return self.away_whole if self.is_part and _is_outside(sys._getframe(1)) else self.away
+
+    def as_zeros(self) -> Tensor:
+        """The same, unmarked."""
+        return self.whole if self.is_part and _is_outside(sys._getframe(1)) else self.plain
 
     def is_away(self) -> bool:
         """Whether code runs now that may not see the zeros, such as a hook's."""
@@ -273,10 +288,26 @@ def make_absent(
     absent.twin = twin
     absent.part, absent.plain, absent.whole, absent.phase = part, zeros, zeros, phase
     absent.absent_source = source or StageSource(part)
-    absent.away = mark(zeros.as_subclass(Tensor), absent.absent_source)
-    if shape is not None and zeros.shape != shape:
+    absent.away = absent.away_whole = mark(zeros.as_subclass(Tensor), absent.absent_source)
+    absent.is_part = shape is not None and zeros.shape != shape
+    if shape is not None and absent.is_part:
         absent.whole = torch.zeros((), dtype=zeros.dtype, device=zeros.device).expand(shape)
+        whole = absent.whole.detach().requires_grad_(zeros.requires_grad)
+        absent.away_whole = mark(whole, absent.absent_source)
     return absent
+
+
+def _is_outside(frame: FrameType | None) -> bool:
+    """Whether code runs that is not that of a split layer, which computes with the part of one rank: this package's.
+
+    Modes of this package may stand between a function and the code that calls it.
+    """
+    outermost = ""
+    while frame is not None and comes_from(frame, "torch", PACKAGE):
+        if comes_from(frame, PACKAGE) and frame.f_code.co_filename != __file__:
+            outermost = frame.f_code.co_name
+        frame = frame.f_back
+    return frame is not None and outermost in ("", "__torch_function__")
 
 
 def _in_hook(*, lists: bool = False) -> Phase:
@@ -298,11 +329,11 @@ def _draw(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _away(value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.away if isinstance(leaf, Absent) else leaf, value)
+    return pytree.tree_map(lambda leaf: leaf.in_steps() if isinstance(leaf, Absent) else leaf, value)
 
 
 def _plain(value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, Absent) else leaf, value)
+    return pytree.tree_map(lambda leaf: leaf.as_zeros() if isinstance(leaf, Absent) else leaf, value)
 
 
 def _whole(value: Any) -> Any:
