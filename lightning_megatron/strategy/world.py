@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoints.loading.as_built import AsBuilt, allocate_as_built
+from lightning_megatron.checkpoints.loading.as_built import allocate_as_built
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.watch.failure import FailureWatch
 from lightning_megatron.pipeline.run.executor import PipelineExecutor
 from lightning_megatron.pipeline.run.links import USUAL_LINKS, LinkOptions, StageLinks
 from lightning_megatron.strategy.activations.host_budget import Host
 from lightning_megatron.strategy.assembly.alike import materialize
+from lightning_megatron.strategy.assembly.late_weights import JoinedValues, LateValues
 
 
 class World:
@@ -57,7 +58,7 @@ class World:
         table: Any,
         settle: Any | None = None,
         hidden: Collection[str] = (),
-    ) -> AsBuilt | None:
+    ) -> LateValues | None:
         """Give memory and values to what is on the meta device; arguments of :func:`materialize`.
 
         Args:
@@ -74,8 +75,9 @@ class World:
             if not built.hidden:
                 built.fill({})
                 built = None
-        materialize(module, device, seed, table, settle)
-        return built
+        later = materialize(module, device, seed, table, settle, hidden)
+        sources = [each for each in (built, later) if each is not None]
+        return JoinedValues(sources) if sources else None
 
     def links(self, mesh: ParallelMesh, device: torch.device, replicas: Any) -> StageLinks:
         """Messages to the other stages of this rank's pipeline; collective over it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_megatron.checkpoints.loading.as_built import hidden_like
 from lightning_megatron.data_parallel.batch_norm import sync_batch_norms
 from lightning_megatron.layers.table import ParameterSharding
 from lightning_megatron.mesh.draws.random_streams import collect_rng_state, mix, restore_rng_state, state_digest
@@ -22,6 +24,7 @@ from lightning_megatron.mesh.messages.flat_broadcast import broadcast_tensors
 from lightning_megatron.mesh.parts.boxes import ShardSpec
 from lightning_megatron.mesh.parts.names import leaf_of, outwards, unit_of
 from lightning_megatron.parallelize.reading.kinds import as_written
+from lightning_megatron.strategy.assembly.later_units import LaterUnits, UnitMember
 
 
 def agree_on_random_state(mesh: ParallelMesh, device: torch.device) -> None:
@@ -87,7 +90,8 @@ def materialize(
     base_seed: int,
     table: Mapping[str, ParameterSharding],
     settle: Callable[[Iterable[str]], None] | None = None,
-) -> None:
+    hidden: Collection[str] = (),
+) -> LaterUnits | None:
     """Allocate and initialise what was built on the meta device; what is already real stays.
 
     Each submodule is initialised by the code it brings (``_init_weights`` of an ancestor, ``reset_parameters`` or
@@ -104,40 +108,50 @@ def materialize(
         base_seed: equal on all ranks.
         table: how each parameter is split over tensor-parallel ranks.
         settle: called with the names of submodules that were initialised together, before others get memory.
+        hidden: names of parameters that give back their memory then, as their values are wanted later.
+
+    Returns:
+        The values of these; ``None`` if there are none.
 
     Raises:
         RuntimeError: a submodule with tensors on the meta device has no code to initialise them.
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return
+        return None
     memo: dict[int, nn.Parameter] = {}
     devices = [device] if device.type == "cuda" else []
+    units = _units(module)
+    later = LaterUnits(units, hidden, table, device, partial(_initialize_unit, module, base_seed))
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for members in _units(module):
+        for members in units:
             for _, child, _ in members:
                 _allocate(child, device, memo)
             whole = {name: _show_whole(name, child, device, table) for name, child, pending in members if pending}
-            for name, child, pending in members:
-                torch.manual_seed(mix(base_seed, *name.encode()))
-                _initialize(module, name, child, pending)
+            _initialize_unit(module, base_seed, members)
             for name, child, pending in members:
                 if pending:
                     _cut(child, whole[name])
             if settle is not None:
                 settle(name for name, *_ in members)
+            for name, _, parameter in (each for member in members for each in member.parameters()):
+                if name in later.hidden:
+                    parameter.data = hidden_like(parameter, device)
+    return later if later.hidden else None
 
 
-Member = tuple[str, nn.Module, bool]
-"""Name of a submodule, the submodule, and whether it holds tensors on the meta device itself."""
+def _initialize_unit(module: nn.Module, base_seed: int, members: Sequence[UnitMember]) -> None:
+    for name, child, pending in members:
+        torch.manual_seed(mix(base_seed, *name.encode()))
+        _initialize(module, name, child, pending)
 
 
-def _units(module: nn.Module) -> list[list[Member]]:
+def _units(module: nn.Module) -> list[list[UnitMember]]:
     """The units of initialisation: a numbered layer with all its parts, children first, or a part outside them."""
-    units: dict[str, list[Member]] = {}
+    units: dict[str, list[UnitMember]] = {}
     for name, child in _children_first(module, "", set()):
         pending, unit = _holds_meta(child), unit_of(name)
         if pending or unit != name or leaf_of(name).isdigit():
-            units.setdefault(unit, []).append((name, child, pending))
+            units.setdefault(unit, []).append(UnitMember(name, child, pending))
     return [members for members in units.values() if any(pending for *_, pending in members)]
 
 

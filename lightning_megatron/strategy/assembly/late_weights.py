@@ -10,18 +10,63 @@ then these weights are hidden, and read as NaN::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoints.loading.as_built import AsBuilt, is_hidden
+from lightning_megatron.checkpoints.loading.as_built import is_hidden
 from lightning_megatron.data_parallel.model_gradients import ModelGradients
 from lightning_megatron.data_parallel.windows.reported_uses import ReportedUses
 from lightning_megatron.mesh.messages import objects
+
+
+class LateValues(Protocol):
+    """Values of a module's tensors that are given when they are asked for, once."""
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """Names of parameters without memory."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors that get values from here, hidden ones among them."""
+
+    def fill(self, into: Mapping[str, Callable[[Tensor], Any]]) -> None:
+        """Give them.
+
+        Args:
+            into: by name of a hidden parameter, what takes this rank's part of it.
+        """
+
+
+class JoinedValues:
+    """Those of several sources, of which each has other names.
+
+    Args:
+        sources: one or more.
+    """
+
+    def __init__(self, sources: Sequence[LateValues]) -> None:
+        self._sources = sources
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """See :class:`LateValues`."""
+        return frozenset().union(*(each.hidden for each in self._sources))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See :class:`LateValues`."""
+        return frozenset().union(*(each.names for each in self._sources))
+
+    def fill(self, into: Mapping[str, Callable[[Tensor], Any]]) -> None:
+        """See :class:`LateValues`."""
+        for each in self._sources:
+            each.fill({name: take for name, take in into.items() if name in each.hidden})
 
 
 class LateWeights:
@@ -38,7 +83,7 @@ class LateWeights:
         load: reads weights from files, over those that were built; ``None`` for none.
     """
 
-    def __init__(self, module: nn.Module, built: AsBuilt, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, built: LateValues, device: torch.device) -> None:
         self._module, self._built, self._device = module, built, device
         self.names, self.filled, self._pending = built.hidden, built.names, True
         self._parameters = {name: module.get_parameter(name) for name in sorted(built.hidden)}
