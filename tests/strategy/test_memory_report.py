@@ -154,6 +154,14 @@ def test_the_options_that_save_most_are_named_with_the_planners_bytes() -> None:
     ]  # fmt: skip
 
 
+def test_options_that_do_not_go_with_those_of_the_run_are_not_named() -> None:
+    shape, cluster = ModelShape(layers=32, hidden=4096, heads=32, vocab=32000, seq=4096), Cluster.named("h100")
+    recipe = Recipe(data=8, micro_batch=4, global_batch=32, sharding="zero1", activation_offload=1.0)
+    options = Options(optimizer_sharding=True, micro_batch_size=4, activation_offload="all")
+    named = savings(options, ExpectedRun(shape, recipe, cluster), 0, most=9)
+    assert named and not any("activation_recompute='selective'" in each.arguments for each in named)
+
+
 def test_a_model_that_the_planner_does_not_know_is_told_what_its_state_takes() -> None:
     with pytest.raises(JobFailed) as caught:
         run_trainers(too_large, {"data_parallel_size": 2}, "update", "unknown", devices=2)

@@ -124,8 +124,8 @@ def _alternatives(options: Options, found: ExpectedRun, stage: int) -> list[tupl
             changes.append(({"pipeline_parallel_size": 2 * recipe.pipeline}, {"pipeline": 2 * recipe.pipeline, **half}))
     left = []
     for arguments, changed in changes:
-        if _goes_together(options, arguments):
-            other = replace(found, recipe=replace(recipe, **changed))
+        if _goes_together(options, arguments) and (changed_recipe := _changed(recipe, changed)) is not None:
+            other = replace(found, recipe=changed_recipe)
             last = recipe.pipeline > 1 and stage == recipe.pipeline - 1
             left.append((arguments, other.bytes_of(other.recipe.pipeline - 1 if last else stage).total))
     return left
@@ -137,6 +137,14 @@ def _goes_together(options: Options, arguments: Mapping[str, Any]) -> bool:
     except (ValueError, MisconfigurationException):
         return False
     return True
+
+
+def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe | None:
+    """The recipe with changes; ``None`` if they do not go with the rest of it."""
+    try:
+        return replace(recipe, **changes)
+    except ValueError:
+        return None
 
 
 def _words(arguments: Mapping[str, Any]) -> str:
