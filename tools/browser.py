@@ -25,6 +25,7 @@ from urllib.parse import unquote
 
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1300, "height": 900}
+PATIENCE = 300_000  # ms: one page lists all messages, and is long
 TOO_WIDE = """() => {
   const width = document.documentElement.clientWidth, found = [];
   const own = (node) => /auto|scroll/.test(getComputedStyle(node).overflowX);
@@ -61,6 +62,8 @@ def check_site(browser: Any, site: Path, shots: Path) -> list[str]:
     with served(site) as base:
         context = browser.new_context(viewport=DESKTOP, permissions=["clipboard-read", "clipboard-write"])
         page, phone = context.new_page(), browser.new_context(viewport=PHONE, is_mobile=True).new_page()
+        for each in (page, phone):
+            each.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: faults.append(f"script: {error}"))
         page.on("response", lambda got: faults.append(f"{got.status}: {got.url}") if got.status >= 400 else None)
         page.on("request", lambda sent: faults.append(f"leaves: {sent.url}") if _leaves(sent.url, base) else None)

@@ -24,7 +24,7 @@ from tests.parallelize.models import ARCHITECTURES, FLOAT32_NORMS, FURTHER, Enco
 from tests.parity.compare import compare
 from tests.parity.covering import covering_rows
 from tests.parity.custom_functions import custom_loss
-from tests.parity.row import CLIPS, STEPS
+from tests.parity.row import CLIPS, EPOCH, STEPS
 from tests.parity.train import Recorder, Trace, local_weights, make_trainer
 from tests.parity.zoo.tasks import Task
 
@@ -204,7 +204,7 @@ class TensorRow:
     @property
     def steps(self) -> int:
         """Optimizer steps."""
-        return STEPS[self.accumulate]
+        return (EPOCH if self.module.removesuffix("+") in PRETRAINED else STEPS)[self.accumulate]
 
     @property
     def devices(self) -> int:
