@@ -336,7 +336,7 @@ REFUSED: list[Any] = [
             ("whole_updates", 2, TWO, {}, "use an optimizer that updates every element"),
             ("uneven_batches", 2, {**TWO, "micro_batch_size": 2}, {}, "need equally many"),
             ("left_out", 4, PIPE, {}, "and another one has ended its step"),
-            ("left_out", 2, TWO, {}, "expert_scenarios.py:130"),
+            ("left_out", 2, TWO, {}, "expert_scenarios.py:131"),
             ("uneven_validation", 2, TWO, {}, "limit_val_batches"),
             ("uneven_predictions", 2, TWO, {}, "limit_predict_batches"),
         )
