@@ -323,6 +323,24 @@ class PairsApart(InBatch):
         return z.square().mean() + torch.cdist(z, z).square()[alike].sum() / len(y)
 
 
+class FirstTokens(Task):
+    """The layers compute for the first tokens of a batch, more than two micro-batches have."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = torch.arange(len(x) * LENGTH).view(len(x), LENGTH, 1) < 5 * LENGTH
+            return x + self.linear(x).tanh() * first
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FirstTokens.Layer() for _ in range(4))
+        self.double()
+
+
 class Mixed(Task):
     """Each sample is mixed with the next one of the batch."""
 

@@ -39,6 +39,7 @@ from tests.strategy.loss_modules import (
     WEIGHED,
     WHOLE,
     Dropping,
+    FirstTokens,
     Flat,
     Labelled,
     Late,
@@ -526,6 +527,7 @@ def trained(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping
     trainer = trainer_for(info, layout, arguments, max_epochs=1, callbacks=[losses, ways])
     refused = {key: build for key, (build, _) in REFUSED.items()}
     single = {"logs_others": LogsOthers, "pairs_apart": PairsApart, "saves_itself": SavesItself}
+    single |= {"first_tokens": FirstTokens}
     module = {**WEIGHED, **WHOLE, **refused, **single, **SAMPLED}[name]()
     trainer.fit(module)
     strategy = trainer.strategy
@@ -604,6 +606,11 @@ def test_every_layout_trains_on_it(name: str, layout: Layout, arguments: dict[st
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 1), marks=pytest.mark.wide)])
 def test_pairs_that_no_two_neighbours_hold_train_as_in_one_process(layout: Layout) -> None:
     count_as_one_process(trained, "pairs_apart", layout, {"micro_batch_size": 2})
+
+
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"pipeline_schedule": "zb-v"}, marks=pytest.mark.wide)])
+def test_layers_that_are_unlike_for_more_than_two_micro_batches_train_as_in_one_process(arguments: Any) -> None:
+    count_as_one_process(trained, "first_tokens", (2, 1), {"micro_batch_size": 2, **arguments})
 
 
 def test_buffers_that_modules_put_into_their_state_are_those_of_their_stage() -> None:

@@ -186,7 +186,7 @@ class Cuts:
         if self.trials.began:
             mixing.retry()
             self.backwards.begins = True
-        if mixing.mixes(call, batch, split, first=first, weights=weights) and len(parts) > 1:
+        if mixing.mixes(call, batch, split, first=first, weights=weights) and (len(parts) > 1 or cut.layers):
             self.trials.keep_whole()
             parts, cut = self._cut(call, batch, split)
         cut.counts = counts.agreed(parts) and not cut.sums

@@ -297,7 +297,8 @@ class LossTrials:
             if not cut and (why == "other" or self._flat == self._steps - 1):
                 said.warn_of_another_way(before, self.reading, self._steps - 1)
         if cut and self.reading.whole and all(one.alone for one in told):
-            tells = (parts, batch) if found.opaque or of.at_once else (joins.pieces[:2], joins.pieces[2])
+            places, (both, some) = joins.pieces, [*joins.joins.items()][-1]  # most at once
+            tells = (parts, batch) if found.opaque or of.at_once else ([places[at] for at in some], places[both])
             self._apart = self._try_around(call, *tells)
             self.around = not self._apart
         if cut and not (could and self.around):
@@ -310,8 +311,7 @@ class LossTrials:
     def _may_run_around(self, tried: Tried, writes: str) -> bool:
         """Whether layers may run in micro-batches, as far as this stage knows, and the code around them once."""
         inside = self._in_layers or writes in Parts(self._layers) or self._stages.leaves_behind(TRIAL)
-        inside |= bool(tried.traces.weights.found) or tried.draws_compiled
-        return self._stages.may_run_around and not inside
+        return self._stages.may_run_around and not (inside or tried.traces.weights.found or tried.draws_compiled)
 
     def _next_time(self, told: Sequence[ToldOfTrial]) -> int:
         """The step that is tried anyhow, after one that was."""
