@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.strategy.carried.step_stores import (
     is_plainly_written,
     line_of_store,
@@ -21,6 +22,7 @@ from lightning_megatron.strategy.carried.step_stores import (
 )
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
 from lightning_megatron.strategy.carried.ways_on import ways_on
+from lightning_megatron.strategy.loss.once import kind_of_new
 from lightning_megatron.strategy.loss.written import Join
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
@@ -246,3 +248,9 @@ def test_a_hook_that_steers_by_what_else_a_step_returns_is_warned_of() -> None:
     outcomes = run_trainers(steered, devices=2, check=False, grace=20.0)
     said = re.sub(r"\s+", " ", "".join(f"{outcome.error}{outcome.output}" for outcome in outcomes))
     assert re.search(r"`outputs\['last'\]` in \S+carried_scenarios.py:\d+ steers the next steps", said), said
+
+
+def test_lists_that_some_micro_batches_only_have_are_of_no_known_kind() -> None:
+    assert kind_of_new([1.0], [[1.0, 2.0], [1.0, 3.0]])
+    assert not kind_of_new([1.0], [[1.0, 2.0], MISSING])
+    assert not kind_of_new([1.0], [MISSING, [1.0]])

@@ -34,7 +34,7 @@ from lightning_megatron.strategy.loss.tables import (
     spelled,
 )
 from lightning_megatron.strategy.loss.traces import as_it_is
-from lightning_megatron.strategy.loss.written import are_unlike, entry_of_all, tail_of
+from lightning_megatron.strategy.loss.written import are_unlike, entry_of_all, sum_of_all, tail_of
 
 _NEW = "new"
 _LOSS = "loss"  # a mean, weighed as the losses
@@ -242,7 +242,7 @@ class OncePerBatch:
         (value, inside), left = slot.start, slot.left
         before = value if inside is None else inside.copy
         if slot.kind == _NEW:
-            slot.kind = _kind_of_new(before, left)
+            slot.kind = kind_of_new(before, left)
             if not slot.kind:
                 self._refuse(slot.table.name, slot.key)
                 slot.kind = "same"
@@ -257,12 +257,12 @@ class OncePerBatch:
             return before.union(*left)
         if isinstance(before, (list, deque)):
             return self._list_of(slot, before)
-        return _sum(before, left)
+        return sum_of_all(before, left)
 
     def _list_of(self, slot: _Slot, before: Any) -> Any:
         tails = [tail_of(before, now) for now in slot.left]
         if slot.kind == "sum" and all(len(now) == len(before) for now in slot.left):
-            return [_sum(row[0], row[1:]) for row in zip(before, *slot.left, strict=True)]
+            return [sum_of_all(row[0], row[1:]) for row in zip(before, *slot.left, strict=True)]
         if any(tail is None for tail in tails):
             if self._may_run_again:
                 self._refuse(slot.table.name, slot.key)
@@ -350,11 +350,17 @@ class OnceAround(OncePerBatch):
             self._set(slot, value, slot.values.get(slot.key, MISSING))
 
 
-def _kind_of_new(before: Any, left: Sequence[Any]) -> str:
-    """Of what was not written when it was tried."""
+def kind_of_new(before: Any, left: Sequence[Any]) -> str:
+    """Kind of a value that was not written when it was tried; empty if its values of micro-batches are of none.
+
+    Args:
+        before: its value before the step.
+        left: what each micro-batch has left.
+    """
     if all(is_equal(now, left[-1]) for now in left):
         return "same"
-    appended = isinstance(before, list) and all(len(tail_of(before, now) or ()) == 1 for now in left)
+    lists = all(isinstance(each, list) for each in (before, *left))  # some may not be there, and others be of a kind
+    appended = lists and all(len(tail_of(before, now) or ()) == 1 for now in left)
     return _LOSS if appended else ""
 
 
@@ -387,13 +393,3 @@ def _refused(step: str, name: str, key: Any, *, known: bool) -> str:
         "not the same for all micro-batches of a batch: what one process leaves there is not known. Pass "
         f"`{whole}`, or write it in the first step too."
     )
-
-
-def _sum(before: Any, left: Sequence[Any]) -> Any:
-    """``before``, and what each has added to it."""
-    if isinstance(before, Tensor) and any(now.shape != before.shape for now in left):
-        return torch.cat([before, *(now[len(before) :] for now in left)])
-    total = before
-    for now in left:
-        total = total + (now - before)
-    return total

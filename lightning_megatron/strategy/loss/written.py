@@ -265,6 +265,21 @@ def merged(entries: Sequence[Any], weights: Sequence[float], sizes: Sequence[flo
         return MISSING
 
 
+def sum_of_all(before: Any, left: Sequence[Any]) -> Any:
+    """What a value was before a batch, and what each micro-batch has added to it.
+
+    Args:
+        before: the number, or the tensor; one that micro-batches make longer is joined along its first dimension.
+        left: what each has left.
+    """
+    if isinstance(before, Tensor) and any(now.shape != before.shape for now in left):
+        return torch.cat([before, *(now[len(before) :] for now in left)])
+    total = before
+    for now in left:
+        total = total + (now - before)
+    return total
+
+
 def entry_of_all(entries: Sequence[Any], kind: Any, weights: Sequence[float], sizes: Sequence[float]) -> Any:
     """The entry of a list that the whole batch appends, of those that some of its parts have appended, one each;
     :data:`MISSING` where these stay entries of their own.
