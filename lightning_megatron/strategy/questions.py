@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh.lazy import offered
+from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.schedules.simulation import Timeline
 from lightning_megatron.strategy.options.recipes import explain_plan
 
@@ -23,8 +24,17 @@ def measured_timeline(strategy: Any) -> Timeline | None:
 
 
 def gradient_norm(strategy: Any, parameters: Any | None = None) -> Tensor:
-    """2-norm over the whole model of the gradients of all, or of this rank's given, parameters; collective."""
-    return strategy.run.gradient_norm(strategy.optimizers, parameters)
+    """2-norm of the gradients of all, or of some, parameters over the whole model, a 0-d tensor; collective.
+
+    Args:
+        strategy: of the run.
+        parameters: those of this rank, or of all pipeline stages, as hooks list them; of those that are not here the
+            stages that have them count the gradients. The parameters of all groups of the optimizers by default.
+    """
+    if parameters is None:
+        groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+    return strategy.run.engine.model_gradients.norm(p for p in parameters if type(p) is not Absent)
 
 
 def explain(strategy: Any, module: torch.nn.Module | None = None) -> str:

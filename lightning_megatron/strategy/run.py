@@ -150,18 +150,6 @@ class Run:
         """The optimizers, each with the names of its groups' parameters on all stages."""
         return zip(self._trainer.optimizers, self.saving.optimizer_names, strict=False)
 
-    def gradient_norm(self, optimizers: Sequence[Optimizer], parameters: Any | None = None) -> Tensor:
-        """2-norm of the gradients of some parameters over the whole model, a 0-d tensor; collective over all ranks.
-
-        Args:
-            optimizers: of the run; the parameters of all their groups are meant unless others are given.
-            parameters: those of this rank.
-        """
-        if parameters is None:
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            parameters = [parameter for group in groups for parameter in group["params"]]
-        return self.engine.model_gradients.norm(parameters)
-
     def __reduce__(self) -> Any:
         """A run belongs to its processes: copies and pickles of a strategy have none."""
         return type(None), ()

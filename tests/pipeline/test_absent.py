@@ -18,6 +18,11 @@ def test_writing_into_a_weight_of_another_stage_does_nothing_in_a_step_either():
     absent[0] = 1
     absent += 1
     assert absent.add_(torch.ones(2, 3), alpha=2) is absent
+    here = torch.ones(2, 3)
+    torch._foreach_add_([absent, here], [torch.ones(2, 3), torch.full((2, 3), 2.0)])
+    torch._foreach_addcmul_([absent, here], [here, here], [here, here], scalars=[1.0, 0.0])
+    torch._foreach_mul_([absent], 2.0)
+    assert torch.equal(here, torch.full((2, 3), 3.0))
     assert not zeros.any() and absent.grad is None
     with pytest.raises(RuntimeError, match=r"reads, in Python, a number that depends on `layers\.1\.weight`"):
         bool((torch.ones(2, 3) + absent).any())

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from tests.harness import RankInfo
 from tests.parity.scenario import Layout, trainer_for
@@ -285,6 +286,7 @@ class RateByHand(Over):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.mul_(0.999)
+            torch._foreach_mul_([*self.parameters()], 0.999)
 
 
 class Counting(Over):
@@ -309,6 +311,9 @@ class Totals(Over):
 
         self.log("total", grad_norm(self, 2)["grad_2.0_norm_total"])
         self.log("largest", gradient_scenarios.largest(self.net))
+        taken = getattr(self.trainer.strategy, "gradient_norm", lambda given: clip_grad_norm_(given, float("inf")))
+        self.log("of_all", taken(self.parameters()))
+        self.log("of_blocks", taken(self.net.blocks.parameters()))
 
 
 class OnOneRank(Over):

@@ -120,9 +120,8 @@ class Absent(Tensor):
         kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
         if first._is_in_step():
-            if args and args[0].__class__ is Absent and writes_in_place(func.__name__):
-                refuse_late_write(args[0].part)
-                return args[0]
+            if args and writes_in_place(func.__name__) and any(leaf.__class__ is Absent for leaf in _listed(args[0])):
+                return _write_here(func, args, kwargs)
             return func(*_away(args), **_away(kwargs))
         if first._is_zeros():
             return func(*_plain(args), **_plain(kwargs))
@@ -212,6 +211,26 @@ class Absent(Tensor):
             "stage. Go over `self.named_parameters()`, which gives what this rank holds; get the whole model's "
             "weights by `strategy.full_state_dict()`; or use `pipeline_parallel_size=1`."
         )
+
+
+def _listed(target: Any) -> list[Any] | tuple[Any, ...]:
+    return target if isinstance(target, (list, tuple)) else (target,)
+
+
+def _write_here(func: Any, args: Any, kwargs: Any) -> Any:
+    """Write into a tensor in a step, or into a list of them (``torch._foreach_add_``): into those that are here, as the
+    stages that have the others run the same line.
+    """
+    targets = _listed(args[0])
+    refuse_late_write(next(target.part for target in targets if target.__class__ is Absent))
+    here = [place for place, target in enumerate(targets) if target.__class__ is not Absent]
+
+    def of_here(value: Any) -> Any:
+        return [value[place] for place in here] if isinstance(value, (list, tuple)) else value
+
+    if here:
+        func(*map(of_here, args), **{name: of_here(value) for name, value in kwargs.items()})
+    return args[0]
 
 
 class Unread(Tensor):
