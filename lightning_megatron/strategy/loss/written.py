@@ -266,7 +266,7 @@ def merged(entries: Sequence[Any], weights: Sequence[float], sizes: Sequence[flo
 
 
 def sum_of_all(before: Any, left: Sequence[Any]) -> Any:
-    """What a value was before a batch, and what each micro-batch has added to it.
+    """Sum of a value before a batch and of what each micro-batch has added to it.
 
     Args:
         before: the number, or the tensor; one that micro-batches make longer is joined along its first dimension.
