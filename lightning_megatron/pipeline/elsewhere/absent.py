@@ -171,8 +171,8 @@ class Absent(Tensor):
         return self
 
     def _gradient(self) -> Absent:
-        """Its gradient after a backward of the step's own: as in hooks, but of the shape that it has in steps."""
-        return make_absent(self.plain.detach(), self.part, _in_hook, self.absent_source)
+        """Its gradient after a backward of the step's own: as in hooks, of the shape that its weight has in steps."""
+        return make_absent(self.as_zeros().detach(), self.part, _in_hook, self.absent_source)
 
     def _alias(self) -> Absent:
         """Result of ``.data`` and ``detach()``: the same memory, so that to write there is to write here."""
