@@ -20,6 +20,7 @@ from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.pipeline.cut.partition import make_partition
 from lightning_megatron.pipeline.elsewhere.presence import Presence
 from lightning_megatron.pipeline.stage.stage import Stage
+from lightning_megatron.strategy.carried.joined_entries import entry_of_all
 from lightning_megatron.strategy.logs.combining import Logged, Mean, fitting, likeliest
 from lightning_megatron.strategy.loss import said as said_of_losses
 from lightning_megatron.strategy.loss.counted import Counted, candidates
@@ -27,7 +28,7 @@ from lightning_megatron.strategy.loss.said import say_how_cut
 from lightning_megatron.strategy.loss.tables import Table
 from lightning_megatron.strategy.loss.traces import Traces
 from lightning_megatron.strategy.loss.weighing import Reading, TrialRun, find
-from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, entry_of_all, judge, was_seen
+from lightning_megatron.strategy.loss.written import Join, Written, are_unlike, judge, was_seen
 from lightning_megatron.strategy.options.options import Options
 from lightning_megatron.strategy.step.engine import StepEngine
 from tests.harness import RankInfo, one_process, run_trainers
@@ -451,6 +452,9 @@ def test_what_a_step_writes_is_put_back_and_judged() -> None:
     unlike = Join([{mean: (0, 4)}, {mean: (0, 6)}], {mean: (0, 5)})
     assert judge([unlike], ["layers.0"])[1] == "" and judge([unlike], ["layers.0"], {mean})[1] == "layers.0.mean"
     assert judge([added]) == ({right: ("sum",)}, "", False, {right})
+    weighed = Join([{mean: (0, 4.0)}, {mean: (0, 6.0)}], {mean: (0, 5.0)}, {"sizes": (2.0, 2.0)})
+    assert judge([weighed], ["layers.0"], (), {mean})[:2] == ({mean: (("anew", "sizes"),)}, "")  # a hook reads it
+    assert judge([unlike], ["layers.0"], (), {mean})[1] == "layers.0.mean"  # of integers there is no mean
     again = Join([{mean: (5, 4)}, {mean: (5, 6)}], {})  # the whole had left its mean before: no count that goes on
     assert judge([again], ["layers.0"])[0] == {}
     assert judge([alike]) == ({right: ("same",)}, "", False, set()) and judge([added, alike])[1] == "right"

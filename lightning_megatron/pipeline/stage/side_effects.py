@@ -285,7 +285,7 @@ class SideEffects:
         """Apply the side effects that :meth:`take_step` returned on another stage."""
         for effect in from_bytes(data, self.device, self._root):
             mine = effect.layer in self._ran and self._is_exclusive(effect)
-            if not mine or self.final.is_due(effect):
+            if not mine or (self.final.is_due(effect) and not has_away(effect.value)):
                 effect.repeat_later(self._root)
         self.final.forget()
 

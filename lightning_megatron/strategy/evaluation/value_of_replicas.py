@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.mesh.batches import map_tensors
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal, refill
+from lightning_megatron.strategy.carried.joined_entries import entry_of_all
 from lightning_megatron.strategy.loss.tables import NUMBERS, Table, found_again
-from lightning_megatron.strategy.loss.written import entry_of_all
 
 _PLACES = ("sum", "set")  # ways in which entries stay where they are
 

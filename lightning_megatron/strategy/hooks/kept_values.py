@@ -8,6 +8,9 @@ is read by the layer's *next* call::
     if self.mem is not None:     read first: a later micro-batch would find the memory of the one before it,
         x = x + self.mem         and not that of the batch before
     self.mem = x.detach()
+
+And a hook behind the step (``self.log("entropy", entropy_of(self.blocks[3].map))``) has to find there what the whole
+batch has left, and not its last micro-batch.
 """
 
 from __future__ import annotations
@@ -15,15 +18,23 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_megatron.mesh.parts.bytecode import codes_in, instructions_of
 from lightning_megatron.mesh.parts.packages import is_users
 from lightning_megatron.mesh.parts.syntax import definition_of
+from lightning_megatron.strategy.lightning.hooks import foreign_callbacks, functions_of
+from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 
 _BY_NAME = ("getattr", "hasattr")
 _DEPTH = 4
+_HOOKS = ("on_", "optimizer_", "lr_scheduler_", "configure_gradient_")
 
 
 def reads_first(root: nn.Module, owner: str, key: Any) -> bool:
@@ -40,6 +51,39 @@ def reads_first(root: nn.Module, owner: str, key: Any) -> bool:
     kind: Any = type(module)
     methods = ("forward",) if path else ("training_step", "forward")
     return isinstance(name, str) and any(_reads_first(kind, name, method) for method in methods)
+
+
+def read_by_hooks(root: nn.Module, names: Collection[tuple[str, Any]]) -> set[tuple[str, Any]]:
+    """Values among those that a module keeps that hooks of the user's, or of callbacks, may read around a step.
+
+    Args:
+        root: the user's module.
+        names: of values: the module, or something in an attribute of it, and the attribute or a key in it.
+    """
+    trainer = getattr(root, "_trainer", None)
+    if trainer is None or not isinstance(root, pl.LightningModule):
+        return set()
+    callbacks = foreign_callbacks(callbacks_of(trainer))
+    owners: list[tuple[Any, type]] = [(root, pl.LightningModule), *((each, Callback) for each in callbacks)]
+    loaded = {name for owner, kind in owners for name in _loaded_by_hooks(owner, kind)}
+    found = set()
+    for owner, key in names:
+        path, _ = _module_above(root, owner)
+        if not loaded.isdisjoint((*owner[len(path) :].split("."), key if isinstance(key, str) else "")):
+            found.add((owner, key))
+    return found
+
+
+def _loaded_by_hooks(owner: Any, kind: type) -> Iterator[str]:
+    """Names of attributes that hooks load, and the words that they give ``getattr``."""
+    named = [hook for hook in dir(kind) if hook.startswith(_HOOKS) and callable(getattr(kind, hook))]
+    for hook in (hook for hook in named if is_overridden(hook, owner, parent=kind)):
+        for code in (each for function in functions_of(owner, hook) for each in codes_in(function.__code__)):
+            for step in instructions_of(code):
+                if step.opname in ("LOAD_ATTR", "LOAD_METHOD") or (
+                    isinstance(step.argval, str) and step.opname == "LOAD_CONST"
+                ):
+                    yield step.argval
 
 
 def _module_above(root: nn.Module, owner: str) -> tuple[str, nn.Module]:

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, is_equal, refill
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, refill
+from lightning_megatron.strategy.carried.joined_entries import entry_of_all, value_anew
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.loss.tables import (
     NOT_USERS,
@@ -34,10 +36,9 @@ from lightning_megatron.strategy.loss.tables import (
     spelled,
 )
 from lightning_megatron.strategy.loss.traces import as_it_is
-from lightning_megatron.strategy.loss.written import are_unlike, entry_of_all, sum_of_all, tail_of
+from lightning_megatron.strategy.loss.written import LOSS, are_unlike, is_anew, kind_of_new, sum_of_all, tail_of
 
 _NEW = "new"
-_LOSS = "loss"  # a mean, weighed as the losses
 _SHORT = 64  # entries of a list that are compared one by one
 
 _WATCHED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (*NUMBERS, Tensor)) or kind is list)
@@ -57,6 +58,7 @@ class _Slot:
         start: the value, and a copy, as the batch found it.
         stand: what a micro-batch found in its place.
         left: what each micro-batch has made of it.
+        missed: how many of them have not written it.
     """
 
     table: Table
@@ -67,6 +69,7 @@ class _Slot:
     start: tuple[Any, Any] = (MISSING, None)
     stand: Any = MISSING
     left: list[Any] = field(default_factory=list)
+    missed: int = 0
 
 
 class OncePerBatch:
@@ -124,8 +127,10 @@ class OncePerBatch:
                 self._refuse(name, key, known=True)
         self._unlike.clear()
         self._sizes, self._runs, self.unforeseen = sizes, 0, ""
-        self._weights: dict[Any, Sequence[float]] = {"sizes": self._sizes, _LOSS: weights}
-        for way in {slot.kind for slot in self._slots if callable(slot.kind)}:
+        self._weights: dict[Any, Sequence[float]] = {"sizes": self._sizes, LOSS: weights}
+        for way in {
+            each for slot in self._slots if callable(each := slot.kind[1] if is_anew(slot.kind) else slot.kind)
+        }:
             self._weights[way] = [way(part) for part in parts]
         self._hooks = KeptHooks(HookTables(self._root), lost=False) if self._root is not None and self._slots else None
         for slot in self._slots:
@@ -133,7 +138,7 @@ class OncePerBatch:
             value = slot.values.get(slot.key, MISSING) if slot.values is not None else MISSING
             if isinstance(value, Replayed):
                 value.forget()
-            slot.start, slot.stand, slot.left = (value, Contents.of(value)), MISSING, []
+            slot.start, slot.stand, slot.left, slot.missed = (value, Contents.of(value)), MISSING, [], 0
         written = {(id(slot.values), slot.key) for slot in self._slots}
         lists = {id(slot.start[0]) for slot in self._slots if slot.key is None}
         self._watched = [
@@ -186,6 +191,7 @@ class OncePerBatch:
             if slot.values is None or not (last if slot.turn is None else slot.turn == turn):
                 continue
             now = slot.values.get(slot.key, MISSING)
+            slot.missed += now is MISSING or (now is slot.stand and not version_of(now))
             slot.left.append(as_it_is(now) if slot.kind != "same" or len(slot.left) + 1 == count else now)
             if len(slot.left) == count:
                 alone = slot.kind == "same" or count == 1
@@ -241,6 +247,8 @@ class OncePerBatch:
     def _together(self, slot: _Slot) -> Any:
         (value, inside), left = slot.start, slot.left
         before = value if inside is None else inside.copy
+        if is_anew(slot.kind):
+            return self._set_anew(slot)
         if slot.kind == _NEW:
             slot.kind = kind_of_new(before, left)
             if not slot.kind:
@@ -258,6 +266,16 @@ class OncePerBatch:
         if isinstance(before, (list, deque)):
             return self._list_of(slot, before)
         return sum_of_all(before, left)
+
+    def _set_anew(self, slot: _Slot) -> Any:
+        """What the batch sets, of what each micro-batch has set."""
+        if slot.missed == len(slot.left):
+            return slot.left[-1]
+        way, some = slot.kind[1], slot.missed > 0
+        whole = MISSING if some else value_anew(slot.left, way, self._weights.get(way, self._sizes))
+        if whole is MISSING:
+            self._refuse(slot.table.name, slot.key, known=True)
+        return slot.left[-1] if whole is MISSING else whole
 
     def _list_of(self, slot: _Slot, before: Any) -> Any:
         tails = [tail_of(before, now) for now in slot.left]
@@ -348,20 +366,6 @@ class OnceAround(OncePerBatch):
         """Set what a run has left that is the same for all, after it was undone."""
         for slot, value in alike:
             self._set(slot, value, slot.values.get(slot.key, MISSING))
-
-
-def kind_of_new(before: Any, left: Sequence[Any]) -> str:
-    """Kind of a value that was not written when it was tried; empty if its values of micro-batches are of none.
-
-    Args:
-        before: its value before the step.
-        left: what each micro-batch has left.
-    """
-    if all(is_equal(now, left[-1]) for now in left):
-        return "same"
-    lists = all(isinstance(each, list) for each in (before, *left))  # some may not be there, and others be of a kind
-    appended = lists and all(len(tail_of(before, now) or ()) == 1 for now in left)
-    return _LOSS if appended else ""
 
 
 def _mark(value: Any) -> Any:

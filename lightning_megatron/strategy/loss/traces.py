@@ -23,7 +23,7 @@ from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
-from lightning_megatron.strategy.hooks.kept_values import reads_first
+from lightning_megatron.strategy.hooks.kept_values import read_by_hooks, reads_first
 from lightning_megatron.strategy.logs.weight_writes import WeightWrites
 from lightning_megatron.strategy.loss.muted_loggers import muted
 from lightning_megatron.strategy.loss.tables import (
@@ -102,6 +102,10 @@ class Traces:
         """
         others = (name for name in names if name[0] in self._outside or is_of_scheduler(name))
         return self.buffers | {*others, *(name for name in names if reads_first(self.module, *name))}
+
+    def read(self, names: Collection[Name]) -> set[Name]:
+        """Those of ``names`` that the user's hooks behind and between steps may read."""
+        return read_by_hooks(self.module, names)
 
     def changes(self) -> Changes:
         """Numbers, tensors, lists and states written since: name of the table and key -> value before and now."""

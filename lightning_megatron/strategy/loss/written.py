@@ -12,6 +12,9 @@ each micro-batch finds what the first one found, and what they leave is put toge
     self.kept.extend(rows)            as many as samples           what was there, and all of them
     if m.any(): self.kept.append(e[m])  an entry of some of them   what was there, and the rows of all in one entry
     self.ema = 0.9 * ema + 0.1 * x    none of these                the batch has to stay whole
+
+What layers of the trunk keep matters where a hook behind the step reads it (``layer.map = scores``, then
+``self.log("entropy", entropy_of(layer.map))``): the rows of all micro-batches, their mean, or their sum.
 """
 
 from __future__ import annotations
@@ -25,22 +28,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.mesh.batches import merge_outputs
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal
+from lightning_megatron.strategy.carried.joined_entries import merged, stacked, total, value_anew
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, spelled
 from lightning_megatron.strategy.loss.traces import Changes
 
 Weights = Mapping[Any, Sequence[float]]
 """Ways to weigh the parts of a join: "sizes" (samples), or what counts their targets -> weight of each part."""
+LOSS = "loss"
+"""A mean, weighed as the losses."""
 _ADDED = frozenset({"sum", "each"})
 _SMALL = 1024  # elements of a tensor that is compared in every batch
 Kinds = tuple[Any, ...]
 """Ways in which what the parts leave may come together: "same", "sum", "each" (entries of a list, one after the
 other), "stacked" (one entry with the rows of those of the parts), "total" (of one entry of a list each), "once" (of
-one of the parts), "set" (elements, other ones by each); or a mean, by its way to weigh. The first is the usual one."""
+one of the parts), "set" (elements, other ones by each); or a mean, by its way to weigh. The first is the usual one.
+Of what layers set and hooks read there are ``("anew", way)``: "stacked", "total", or a mean."""
 
 
 @dataclass
@@ -77,7 +83,12 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    joins: Sequence[Join], layers: Sequence[str] = (), lasting: Collection[Name] = (), *, cut: bool = True
+    joins: Sequence[Join],
+    layers: Sequence[str] = (),
+    lasting: Collection[Name] = (),
+    read: Collection[Name] = (),
+    *,
+    cut: bool = True,
 ) -> Verdict:
     """How what the step writes comes of what its parts write.
 
@@ -85,16 +96,20 @@ def judge(
         joins: what was seen.
         layers: names of modules that may write what depends on their micro-batch.
         lasting: what even these may not: buffers, and what their next call reads.
+        read: what hooks behind the step read, which have to find there what the whole batch leaves.
         cut: whether the parts are micro-batches, of which two may assign to one element in a later batch.
     """
     kinds: dict[Name, list[Kinds]] = {}
     starts: dict[Name, list[Any]] = {}
     met: set[Name] = set()
+    inside = Parts(layers)
     for join in joins:
         for name in dict.fromkeys(name for found in (*join.parts, join.whole) for name in found):
             before = next(found[name] for found in (*join.parts, join.whole) if name in found)[0]
             *apart, together = (found[name][1] if name in found else before for found in (*join.parts, join.whole))
             ways = _kinds_of(before, apart, together, join.weights)
+            if not ways and name in read and name not in lasting and name[0] in inside:
+                ways = _kinds_anew(apart, together, join.weights)
             if meet(before, apart) or isinstance(together, set):
                 met.add(name)
             elif ways == ("sum",) and name in join.assigned:
@@ -105,9 +120,8 @@ def judge(
         name: tuple(kind for kind in found[0] if all(kind in each for each in found)) for name, found in kinds.items()
     }
     alike = {name: found for name, found in common.items() if found}
-    inside = Parts(layers)
     known = {name for name, ways in alike.items() if not (cut and "set" in ways)}
-    matter = [name for name in kinds if name in lasting or name[0] not in inside]
+    matter = [name for name in kinds if name in lasting or name in read or name[0] not in inside]
     others = sorted((name for name in matter if name not in known), key=lambda name: name[0] not in inside)
     alone = frozenset(name for name in matter if name not in met and alike.get(name, ("",))[0] in _ADDED)
     plain = {name for name, (kind, *_) in alike.items() if kind not in ("same", "once")}
@@ -169,6 +183,23 @@ def _kinds_of_list(before: Any, apart: Sequence[Any], together: Any, weights: We
     counts = {way: [each[place] for place in some] for way, each in weights.items()}
     means = tuple(way for way, each in counts.items() if _alike(merged(entries, each, counts["sizes"]), whole[0]))
     return means or (("total",) if _alike(total(entries), whole[0]) else ())
+
+
+def _kinds_anew(apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:
+    """How a value comes of those of the parts that each sets anew: an attention map, the norm of activations."""
+    ways: Mapping[Any, Sequence[float]] = {"stacked": (), **weights, "total": ()}
+    fits = [way for way, each in ways.items() if _alike(value_anew(apart, way, each), together)]
+    return tuple(("anew", way) for way in (fits[:1] if fits[:1] == ["stacked"] else fits))
+
+
+def without_anew(kinds: Mapping[Name, Kinds]) -> dict[Name, Kinds]:
+    """Those of values that go on from what was there, and are not set anew by each part."""
+    return {name: ways for name, ways in kinds.items() if not is_anew(ways[0])}
+
+
+def is_anew(kind: Any) -> bool:
+    """Whether a way to come together is one of values that each part sets anew."""
+    return isinstance(kind, tuple) and kind[:1] == ("anew",)
 
 
 def _adds_no_rows(before: Any, now: Any) -> bool:
@@ -246,6 +277,20 @@ def common_kinds(told: Sequence[Mapping[Name, Kinds]]) -> dict[Name, Kinds]:
     return found
 
 
+def kind_of_new(before: Any, left: Sequence[Any]) -> str:
+    """Kind of a value that was not written when it was tried; empty if its values of micro-batches are of none.
+
+    Args:
+        before: its value before the step.
+        left: what each micro-batch has left.
+    """
+    if all(is_equal(now, left[-1]) for now in left):
+        return "same"
+    lists = all(isinstance(each, list) for each in (before, *left))  # some may not be there, and others be of a kind
+    appended = lists and all(len(tail_of(before, now) or ()) == 1 for now in left)
+    return LOSS if appended else ""
+
+
 def tail_of(before: Any, now: Any) -> list[Any] | None:
     """The appended entries; ``None`` if anything else was done."""
     earlier, later, most = list(before), list(now), getattr(before, "maxlen", None) or 0
@@ -254,80 +299,6 @@ def tail_of(before: Any, now: Any) -> list[Any] | None:
         if is_equal([*earlier, *tail][-most:], later):
             return tail
     return None
-
-
-def merged(entries: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> Any:
-    """The entry of the whole batch from those of its parts; :data:`MISSING` where they cannot be merged."""
-    try:
-        with torch.no_grad():
-            return merge_outputs(entries, weights, [int(size) for size in sizes], "training_step")
-    except (ValueError, KeyError, TypeError):
-        return MISSING
-
-
-def sum_of_all(before: Any, left: Sequence[Any]) -> Any:
-    """Sum of a value before a batch and of what each micro-batch has added to it.
-
-    Args:
-        before: the number, or the tensor; one that micro-batches make longer is joined along its first dimension.
-        left: what each has left.
-    """
-    if isinstance(before, Tensor) and any(now.shape != before.shape for now in left):
-        return torch.cat([before, *(now[len(before) :] for now in left)])
-    total = before
-    for now in left:
-        total = total + (now - before)
-    return total
-
-
-def entry_of_all(entries: Sequence[Any], kind: Any, weights: Sequence[float], sizes: Sequence[float]) -> Any:
-    """The entry of a list that the whole batch appends, of those that some of its parts have appended, one each;
-    :data:`MISSING` where these stay entries of their own.
-
-    Args:
-        entries: one or more.
-        kind: how they come together, as :data:`Kinds`.
-        weights: of these parts, in a mean.
-        sizes: their samples.
-    """
-    if kind in ("each", "sum", "set", "once", "same"):
-        return MISSING
-    if kind == "stacked":
-        return stacked(entries)
-    return total(entries) if kind == "total" else merged(entries, weights, sizes)
-
-
-def stacked(entries: Sequence[Any]) -> Any:
-    """The entry that has the rows of all; :data:`MISSING` where there is anything but tensors and arrays with rows, in
-    tuples, lists and mappings of one form.
-
-    Args:
-        entries: of the parts.
-    """
-    first, *others = entries
-    if isinstance(first, Tensor) and first.ndim:
-        alike = all(isinstance(other, Tensor) and other.shape[1:] == first.shape[1:] for other in others)
-        with torch.no_grad():
-            return torch.cat(list(entries)) if alike and others else first if alike else MISSING
-    if not isinstance(first, (dict, list, tuple)) or any(type(other) is not type(first) for other in others):
-        return MISSING
-    keys: list[Any] = list(first) if isinstance(first, dict) else list(range(len(first)))
-    same = all(list(other) == keys if isinstance(first, dict) else len(other) == len(keys) for other in others)
-    rows: list[Any] = [stacked([entry[key] for entry in entries]) for key in keys] if same else [MISSING]
-    if not rows or any(row is MISSING for row in rows):
-        return MISSING
-    if isinstance(first, dict):
-        return {**first, **dict(zip(keys, rows, strict=True))} if type(first) is dict else MISSING
-    return type(first)(*rows) if hasattr(first, "_fields") else type(first)(rows)
-
-
-def total(entries: Sequence[Any]) -> Any:
-    """The sum of numbers or of tensors of one shape; :data:`MISSING` of anything else."""
-    alike = all(isinstance(entry, (int, float, Tensor)) for entry in entries)
-    if not alike or len({torch.as_tensor(entry).shape for entry in entries}) > 1:
-        return MISSING
-    with torch.no_grad():
-        return sum(entries[1:], entries[0])
 
 
 def was_seen(joins: Sequence[Join], name: Name) -> tuple[bool, bool]:
@@ -389,3 +360,18 @@ def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     if most and float(change.abs().amax()) <= 1e-9 * most:
         return False  # the whole had been run before: means of its parts lie on both sides of what it left
     return bool(torch.allclose(change, changes, rtol=1e-5, atol=1e-12))
+
+
+def sum_of_all(before: Any, left: Sequence[Any]) -> Any:
+    """Sum of a value before a batch and of what each micro-batch has added to it.
+
+    Args:
+        before: the number, or the tensor; one that micro-batches make longer is joined along its first dimension.
+        left: what each has left.
+    """
+    if isinstance(before, Tensor) and any(now.shape != before.shape for now in left):
+        return torch.cat([before, *(now[len(before) :] for now in left)])
+    total = before
+    for now in left:
+        total = total + (now - before)
+    return total

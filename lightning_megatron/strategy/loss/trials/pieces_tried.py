@@ -247,8 +247,8 @@ class Tried:
             cut: whether micro-batches update one metric, and not replicas each its own.
         """
         joins = self.joins()
-        lasting = self.traces.lasting({name for found in self._changes for name in found})
-        verdict = judge(joins, layers, lasting, cut=cut)
+        names = {name for found in self._changes for name in found}
+        verdict = judge(joins, layers, self.traces.lasting(names), self.traces.read(names) if cut else (), cut=cut)
         writes = spelled(self.mixed_metric(cut=cut) or ("", "")) or verdict.whole
         whole = next((spelled(name) for name in sorted(self.traces.weights.found)), writes)
         return verdict._replace(whole=whole, alone=verdict.alone | self._unmet())

@@ -53,7 +53,7 @@ from lightning_megatron.strategy.loss.trials.meetings import Meetings
 from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, ToldOfTrial, Tried, next_try
 from lightning_megatron.strategy.loss.trials.samples_apart import AllJoined, all_of, sharing
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, narrowest
-from lightning_megatron.strategy.loss.written import Kinds, Written
+from lightning_megatron.strategy.loss.written import Kinds, Written, without_anew
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 
@@ -269,7 +269,7 @@ class LossTrials:
         disproved = self._written.note(verdict) if cut else ""
         own, by_sample, gathers = list[Name](), False, sees is not None and sees.gathers
         if self.replicas is not None and not of.at_once:  # which are tried for the loss
-            own, by_sample = self.replicas.own_values(tried, kinds, traces, gathers=gathers, cut=cut)
+            own, by_sample = self.replicas.own_values(tried, without_anew(kinds), traces, gathers=gathers, cut=cut)
         outcome = self._stages.outcome(lambda: self._found(step, tried, joins, gathers=gathers), TRIAL)
         self._stages.settle()
         before, found = self.reading, outcome.output
@@ -279,7 +279,7 @@ class LossTrials:
         alone = middle is None and self._may_run_around(tried, writes)
         turns = "" if middle is None else middle.refuses(list(kinds), draws=tried.draws.any, gathers=gathers)
         mine = (own, by_sample), writes, alone, unsure, self._of_held, len(joins.joins), tried.drawn(watched, cut=cut)
-        keeps = {} if self.replicas is None else self.replicas.kept_kinds(kinds)
+        keeps = {} if self.replicas is None else self.replicas.kept_kinds(without_anew(kinds))
         ways = turns, keeps, self._written.undecided, disproved, *tried.bends
         told = objects.gather(ToldOfTrial(*mine, *ways), self._mesh.group("world"))
         every, masks = zip(*(one.of_batch for one in told), strict=True), [one.masks for one in told]
