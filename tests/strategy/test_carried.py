@@ -22,8 +22,7 @@ from lightning_megatron.strategy.carried.step_stores import (
 )
 from lightning_megatron.strategy.carried.unlike_writes import UnlikeWrites
 from lightning_megatron.strategy.carried.ways_on import ways_on
-from lightning_megatron.strategy.loss.once import kind_of_new
-from lightning_megatron.strategy.loss.written import Join
+from lightning_megatron.strategy.loss.written import Join, kind_of_new
 from tests.harness import RankInfo, one_process, run_trainers
 from tests.parity.scenario import Layout, differences, trained_state
 from tests.strategy.carried_scenarios import (
