@@ -268,7 +268,7 @@ class OncePerBatch:
         return sum_of_all(before, left)
 
     def _set_anew(self, slot: _Slot) -> Any:
-        """What the batch sets, of what each micro-batch has set."""
+        """Value that the batch sets, of those that its micro-batches have set."""
         if slot.missed == len(slot.left):
             return slot.left[-1]
         way, some = slot.kind[1], slot.missed > 0
