@@ -66,7 +66,7 @@ def stacked(entries: Sequence[Any]) -> Any:
 
 
 def value_anew(values: Sequence[Any], way: Any, weights: Sequence[float]) -> Any:
-    """Value that the batch sets, of those that its parts set, whatever was there; :data:`MISSING` where it is not known.
+    """Value that a batch sets, of those that its parts set, whatever was there; :data:`MISSING` where it is not known.
 
     Args:
         values: of the parts.
