@@ -167,7 +167,8 @@ class ByName:
             alike = [form for form in forms if self._has_shapes(form, table)]
             if forms or not table:
                 several = len({tuple(self._owners(form, table)) for form in alike or forms}) > 1
-                found[place] = alike or forms, {key: digest(value) if several else "" for key, value in table.items()}
+                here = {key: value for key, value in table.items() if not _is_elsewhere(value)}
+                found[place] = alike or forms, {key: digest(value) if several else "" for key, value in here.items()}
         return found
 
     def _other_forms(self, table: Table) -> list[KeyForm]:
@@ -227,6 +228,11 @@ class ByName:
                 "pipeline stages each, and the stages have unlike entries: nobody knows which is right. Keep it under "
                 "the names that `self.named_parameters()` of the whole module gives, or use `pipeline_parallel_size=1`."
             )
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether it stands for what another stage has."""
+    return any(type(leaf) is Absent for leaf in pytree.tree_leaves(value))
 
 
 def _can_be_told(leaf: Any) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.mesh.parts.pieces import PiecedTensor, as_pieces, plain_if_whole
-from lightning_megatron.mesh.replaced import Replacement, Replacements
+from lightning_megatron.mesh.replaced import Replacement, Replacements, own_method
 from lightning_megatron.strategy.lightning.trainer_access import callbacks_of
 from lightning_megatron.strategy.saving.model_state import ModelState, PartOfState
 
@@ -155,6 +155,7 @@ class _Below(Replacement):
 
     def __init__(self, callback: Any, name: str, function: Callable[..., Any], replaced: Replacements) -> None:
         super().__init__(callback, name)
+        self.__wrapped__ = own_method(callback, name)  # whose code is the hook's
         self.replaced, self._callback, self._name, self._function = replaced, callback, name, function
         replaced.put(callback, name, self)
 
