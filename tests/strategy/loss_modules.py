@@ -324,7 +324,7 @@ class PairsApart(InBatch):
 
 
 class FirstTokens(Task):
-    """The layers compute for the first tokens of a batch, more than two micro-batches have."""
+    """The layers compute for the first tokens of a batch, more than half of its samples have."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -36,11 +36,13 @@ from lightning_megatron.strategy.lightning.trainer_access import present
 from lightning_megatron.strategy.logs.combining import Mean, Narrowed
 from lightning_megatron.strategy.logs.step_logs import StepLogs
 from lightning_megatron.strategy.loss.counted import candidates
-from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup
 from lightning_megatron.strategy.loss.said import with_lines
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.trials.joined_pieces import Joins, TriedParts
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
+from lightning_megatron.strategy.loss.trials.samples_apart import joins_of
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 from lightning_megatron.strategy.step.replica_mean import ReplicaMean
@@ -204,9 +206,10 @@ class LoggedInEvaluation:
 
     def _try(self, outcome: Outcome, call: Callable[[Any], Any], batch: Any, pieces: TriedParts, name: str) -> Outcome:
         context, stages = self._context, self._context.stages
-        joins, traces = Joins(pieces.whole, pieces.parts), Traces(context.module, beside=True)
+        group = context.mesh.group("data_parallel")
+        joins, traces = joins_of(pieces, None, group), Traces(context.module, beside=True)
         foreign = context.streams.is_foreign
-        sees = SeesGroup(context.mesh.group("data_parallel"))
+        sees = SeesGroup(group)
         replicas = present(self._replicas, "replicas")
         kept = replicas.kept_of(joins, pieces)
         call = context.gradients.on_parts(call)

@@ -16,7 +16,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ from lightning_megatron.strategy.loss.counted import NEXT_TO_NOTHING, Counted
 from lightning_megatron.strategy.loss.replicas_said import warn_of_replicas, warn_of_untried
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, is_in, sendable
 from lightning_megatron.strategy.loss.traces import Changes, Traces
-from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried, unlike_pair
+from lightning_megatron.strategy.loss.trials.joined_pieces import Joins, TriedParts, unlike_pair
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.loss.weighing import Finding, Reading
 from lightning_megatron.strategy.loss.written import Kinds, common_kinds
 
@@ -47,24 +48,6 @@ _MANY = 8  # samples of which four parts are tried, else two
 _GROWS = ("sum", "set", "each", "total")
 _ALIKE = 1e-6  # relative, of values that replicas write
 _PLACES = 1009  # in a tensor that are told apart
-
-
-class TriedParts(NamedTuple):
-    """Parts of a batch that is not cut.
-
-    Attributes:
-        whole: all of their samples.
-        parts: two or more.
-        size: samples of this replica's batch.
-        borrowed: the first of two neighbouring replicas whose batches they are; ``None`` where they are of this one's.
-        at_once: whether all of the parts are tried at once, and not each two neighbours.
-    """
-
-    whole: Any
-    parts: list[Any]
-    size: int
-    borrowed: int | None = None
-    at_once: bool = False
 
 
 class SeesGroup(OperatorWatch):

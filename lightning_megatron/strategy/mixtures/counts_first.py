@@ -27,8 +27,7 @@ from lightning_megatron.pipeline.stage.final_state import TRIAL
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.step_logs import no_logs
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial
-from lightning_megatron.strategy.loss.trials.gradients_compared import differs
+from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial, differs
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
 

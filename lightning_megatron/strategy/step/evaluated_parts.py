@@ -33,7 +33,8 @@ from lightning_megatron.strategy.loss.counted import Extremes, candidates
 from lightning_megatron.strategy.loss.cuts import Cut
 from lightning_megatron.strategy.loss.once import OncePerBatch
 from lightning_megatron.strategy.loss.traces import Traces
-from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, Tried
+from lightning_megatron.strategy.loss.trials.joined_pieces import Joins, is_small
+from lightning_megatron.strategy.loss.trials.pieces_tried import Tried
 from lightning_megatron.strategy.loss.written import Written
 from lightning_megatron.strategy.step.step import Outcome
 from lightning_megatron.strategy.step.step_context import StepContext
@@ -154,7 +155,7 @@ class EvaluatedParts:
         beyond: int | None = None,
     ) -> None:
         context, stages = self._context, self._context.stages
-        joins = Joins(batch, parts, beyond)
+        joins = Joins(batch, parts, beyond, small=not self._agree(not is_small(batch)))
         traces = Traces(context.module, beside=True)
         foreign = context.streams.is_foreign
         run = Tried(call, context.recording, traces, joins, stages, counts_as=2, draws=SameDraws(joins.joins, foreign))

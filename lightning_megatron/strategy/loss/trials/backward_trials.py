@@ -16,9 +16,8 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.reachable import functions_of_step
 from lightning_megatron.strategy.hooks import backward_code
 from lightning_megatron.strategy.loss import said
-from lightning_megatron.strategy.loss.over_replicas import TriedParts
-from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial
-from lightning_megatron.strategy.loss.trials.gradients_compared import some_of
+from lightning_megatron.strategy.loss.trials.gradient_trials import GradientTrial, some_of
+from lightning_megatron.strategy.loss.trials.joined_pieces import TriedParts
 from lightning_megatron.strategy.loss.trials.pieces_tried import next_try
 from lightning_megatron.strategy.step.step_context import StepContext
 

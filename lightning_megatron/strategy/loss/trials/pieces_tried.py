@@ -1,22 +1,18 @@
-"""Pieces of a trial of the loss: some neighbouring micro-batches, two of them at once, and the user's step on each."""
+"""The user's step on the pieces of a trial of the loss, and what it does there."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torchmetrics import SumMetric
 
 from lightning_megatron.data_parallel.windows.agreement import UnlikeReplicasError
-from lightning_megatron.mesh.batches import batch_size_of, map_tensors, samples_of, tensors_of
+from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.mesh.draws.batch_draws import BatchDraws
-from lightning_megatron.mesh.draws.global_rows import Deal, Rows
 from lightning_megatron.mesh.draws.same_draws import Drawn, SameDraws
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.mesh.watch.echoes import RemoteFailure, is_echo
@@ -35,24 +31,17 @@ from lightning_megatron.strategy.hooks.metric_states import MetricStates
 from lightning_megatron.strategy.logs.batch_copies import whole_copy
 from lightning_megatron.strategy.logs.combining import Logged
 from lightning_megatron.strategy.logs.step_logs import LogRecorder
-from lightning_megatron.strategy.loss.class_weights import class_weighted
 from lightning_megatron.strategy.loss.counted import candidates
 from lightning_megatron.strategy.loss.tables import Name, spelled
 from lightning_megatron.strategy.loss.traces import Changes, Traces
 from lightning_megatron.strategy.loss.trials.bends import Bend, Bends
 from lightning_megatron.strategy.loss.trials.masks import Masks
-from lightning_megatron.strategy.loss.weighing import Finding, TrialRun, find
 from lightning_megatron.strategy.loss.written import Join, Verdict, Weights, judge
 from lightning_megatron.strategy.step.step_context import Over, Recording, Stages
 
 _AGAIN = 8  # factor between the steps in which they are tried anyhow
-_LEAST = 1e-6  # how unlike a part is that counts nothing, whose loss tells less than that of another
-_PARTS = 5  # most micro-batches that are tried
 _ORDER = "an order of the samples, behind a condition that the trial did not meet:"
 _COMPILED = "for a batch, in a module that is compiled (a mask of weights, one number for all samples)"
-_NO_CLASSES: Mapping[str, Any] = MappingProxyType({})
-FEW_AT_ONCE = 4  # micro-batches that neighbours are tried with besides, all at once
-AT_ONCE = 16  # samples of them, and no more: these may be all that a batch has
 
 
 class TriedPieces(Protocol):
@@ -104,66 +93,6 @@ class ToldOfTrial(NamedTuple):
     def of_batch(self) -> tuple[str, str, str, Bend | None]:
         """Reasons why a batch has to stay whole, as :meth:`.Finding.settle` takes them."""
         return self.disproved or self.writes, self.draws.apart, self.undecided, self.bend
-
-
-class Joins:
-    """Runs of a trial: some neighbouring micro-batches, each two neighbours at once, and four if they are small.
-
-    Args:
-        batch: the whole.
-        parts: its micro-batches, two or more.
-        sample: of the batch that one of them has to hold; ``None`` for any.
-
-    Attributes:
-        pieces: in the order in which they run.
-        joins: place of two or four at once among the pieces -> places of the one, the other, ...
-        first: number of the first sample of the pieces in the batch.
-    """
-
-    def __init__(self, batch: Any, parts: Sequence[Any], sample: int | None = None) -> None:
-        ends = list(accumulate((batch_size_of(part) for part in parts), initial=0))
-        found = unlike_pair(batch, parts) if sample is None else bisect_right(ends, sample) - 1
-        start = max(0, min(found - 1, len(parts) - _PARTS))
-        self.pieces, self.first = [parts[start]], ends[start]
-        self.joins: dict[int, tuple[int, ...]] = {}
-        for index in range(start + 1, min(start + _PARTS, len(parts))):
-            last = len(self.pieces)
-            before = 0 if last == 1 else last - 2
-            self.pieces += [parts[index], samples_of(batch, ends[index - 1], ends[index + 1])]
-            self.joins[last + 1] = (before, last)
-        singles = [0, *(places[-1] for places in self.joins.values())][:FEW_AT_ONCE]
-        if len(parts) > 2 and ends[start + len(singles)] - ends[start] <= AT_ONCE:
-            self.joins[len(self.pieces)] = tuple(singles)
-            self.pieces.append(samples_of(batch, ends[start], ends[start + len(singles)]))
-
-    def rows(self) -> list[Rows]:
-        """The samples of each piece, among those of all."""
-        sizes = [batch_size_of(piece) for piece in self.pieces]
-        singles = [place for place in range(len(sizes)) if place not in self.joins]
-        found = dict(zip(singles, Deal().rows([sizes[place] for place in singles]), strict=True))
-        for both, places in self.joins.items():
-            found[both] = found[places[0]]._replace(size=sizes[both])
-        return [found[place] for place in range(len(sizes))]
-
-    def finding(
-        self, runs: Sequence[TrialRun], constants: Collection[int] = (), classes: Mapping[str, Any] = _NO_CLASSES
-    ) -> Finding:
-        """How the loss and the logs of pieces at once come of those of each.
-
-        Args:
-            runs: of all pieces.
-            constants: that the step compares integers with, which it may ignore.
-            classes: weights by class, by which targets may be weighed.
-        """
-        findings = []
-        for both, pair in self.joins.items():
-            parts = [self.pieces[index] for index in pair]
-            counted = candidates(self.pieces[both], *parts, constants=constants)
-            ways = (*counted, *class_weighted(classes, self.pieces[both]))
-            counts = {way: [way(part) for part in parts] for way in ways}
-            sizes = [float(batch_size_of(part)) for part in parts]
-            findings.append(find([runs[index] for index in pair], runs[both], sizes, counts))
-        return findings[0].joined(findings[1:])
 
 
 class Tried:
@@ -377,24 +306,3 @@ class Tried:
 def next_try(step: int, early: int = 0) -> int:
     """The step in which they are tried after another; in those before ``early``, soon."""
     return step * (2 if step < early else _AGAIN)
-
-
-def unlike_pair(batch: Any, parts: Sequence[Any]) -> int:
-    """The first of two neighbours among some batches that have as unlike numbers of targets as any.
-
-    Args:
-        batch: one that is like them all.
-        parts: two or more.
-    """
-    best, place = 0.0, 0
-    for way in candidates(batch, *parts):
-        if way.ignored is None and not tensors_of(batch)[way.place].is_floating_point():
-            continue  # lengths, or anything else, such as classes
-        counts = [way(part) / batch_size_of(part) for part in parts]
-        for index, (one, other) in enumerate(pairwise(counts)):
-            unlike = abs(one - other) / max(one, other) if min(one, other) > 0 else _LEAST * (one != other)
-            if way.ignored == -100:
-                unlike *= math.e  # torch's own mark for what is no target goes before a token that may be one
-            if unlike > best + 1e-9:
-                best, place = unlike, index
-    return place

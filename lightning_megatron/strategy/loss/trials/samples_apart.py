@@ -27,8 +27,8 @@ from lightning_megatron.mesh.batches import batch_size_of, map_tensors
 from lightning_megatron.mesh.messages import objects
 from lightning_megatron.strategy.data.joined_batches import joined_batches
 from lightning_megatron.strategy.loss.counted import integers_of
-from lightning_megatron.strategy.loss.over_replicas import OverReplicas, TriedParts, samples_in
-from lightning_megatron.strategy.loss.trials.pieces_tried import AT_ONCE, FEW_AT_ONCE, Joins, unlike_pair
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas, samples_in
+from lightning_megatron.strategy.loss.trials.joined_pieces import AT_ONCE, Joins, TriedParts, is_small, unlike_pair
 
 
 class AllJoined(Joins):
@@ -44,6 +44,19 @@ class AllJoined(Joins):
         self.joins = {len(parts): tuple(range(len(parts)))}
 
 
+def joins_of(of: TriedParts, sample: int | None, group: Any) -> Joins:
+    """Runs of a trial of some parts. Collective over the replicas.
+
+    Args:
+        of: the parts.
+        sample: see :class:`.Joins`.
+        group: the replicas.
+    """
+    if of.at_once:
+        return AllJoined(of.whole, of.parts)
+    return Joins(of.whole, of.parts, sample, small=is_small(of.whole, group))
+
+
 def all_of(
     batch: Any, parts: Sequence[Any], replicas: OverReplicas | None, met: Collection[int] = (), *, later: bool
 ) -> Iterator[TriedParts]:
@@ -56,9 +69,6 @@ def all_of(
         met: as :func:`sharing` takes it.
         later: whether the trial is not the first.
     """
-    size = batch_size_of(batch)
-    if later and len(parts) > FEW_AT_ONCE and size <= AT_ONCE:  # of fewer, neighbours do it as well
-        yield TriedParts(batch, list(parts), size, at_once=True)
     yield from sharing(batch, parts, replicas, met)
     found = None if replicas is None or not later else _of_two(batch, parts, replicas)
     if found is not None:

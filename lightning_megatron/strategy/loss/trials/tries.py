@@ -7,15 +7,13 @@ random numbers for the same samples, and what the step writes and logs is put ba
     step       F0 B0 F1 B1 ...         as found
 
 Two at once, and not all: a trial holds no more than a step would. Several times two: a loss divided by the number of
-its positives looks like a mean where two micro-batches have as many. And four where they are small.
+its positives looks like a mean where two micro-batches have as many. All of a small batch (:mod:`.joined_pieces`).
 
 It is done in the first step, and again where the answer may be another one: as long as equal losses tell nothing, when
 the batch looks different, when something new is logged or a logged number first differs between micro-batches, when a
-batch has ignored targets for the first time or integers beyond those of earlier ones, which may be ignored as well, and
-now and then (steps 8, 64, 512, ...; 2 and 4 too where a batch has but two micro-batches).
+batch first has ignored targets or integers beyond earlier ones, and now and then (steps 8, 64, ...; 2 and 4 where few).
 
-Where there are replicas, a batch that runs uncut is tried on parts as well (:mod:`.over_replicas`), for its loss is
-then one of some samples of a larger batch.
+Where there are replicas, a batch that runs uncut is tried on parts as well (:mod:`.over_replicas`).
 """
 
 from __future__ import annotations
@@ -46,12 +44,13 @@ from lightning_megatron.strategy.loss.apart import AroundTrial
 from lightning_megatron.strategy.loss.class_weights import bind, class_weights_of
 from lightning_megatron.strategy.loss.counted import Counted, Extremes, Untold, unlike_weights
 from lightning_megatron.strategy.loss.once import OncePerBatch
-from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup, TriedParts
+from lightning_megatron.strategy.loss.over_replicas import OverReplicas, SeesGroup
 from lightning_megatron.strategy.loss.tables import Name, sendable, spelled
 from lightning_megatron.strategy.loss.traces import Traces, without_zero_weights
+from lightning_megatron.strategy.loss.trials.joined_pieces import Joins, TriedParts
 from lightning_megatron.strategy.loss.trials.meetings import Meetings
-from lightning_megatron.strategy.loss.trials.pieces_tried import Joins, ToldOfTrial, Tried, next_try
-from lightning_megatron.strategy.loss.trials.samples_apart import AllJoined, all_of, sharing
+from lightning_megatron.strategy.loss.trials.pieces_tried import ToldOfTrial, Tried, next_try
+from lightning_megatron.strategy.loss.trials.samples_apart import all_of, joins_of, sharing
 from lightning_megatron.strategy.loss.weighing import Finding, Reading, TrialRun, narrowest
 from lightning_megatron.strategy.loss.written import Kinds, Written, without_anew
 from lightning_megatron.strategy.step.step import Outcome
@@ -132,7 +131,7 @@ class LossTrials:
         else:  # batches are whole, whatever begins
             self._phases.note()
             self._looks_other = self.began = False
-        if self.replicas is not None and self.replicas.unseen and self._is_new(batch):
+        if self.replicas is not None and self.replicas.unseen and look_of(batch) not in self._looks:
             self._held = batch, parts
         elif self.replicas is not None:
             self.replicas.unseen = False
@@ -202,16 +201,12 @@ class LossTrials:
             self._keys.update(names)
         self._fresh = False
 
-    def _is_new(self, batch: Any) -> bool:
-        """Whether the batch looks like none that was tried."""
-        return look_of(batch) not in self._looks
-
     def _due(self, batch: Any, parts: Sequence[Any]) -> str:
         """Why the step has to be tried on this batch; "" if it need not be."""
         reading = self.reading
         known = reading.tried and (reading.whole or not any(reading.open()))
         self._beyond, self._met = None if known else self._extremes.grow(batch), self._meetings.grow(parts)
-        if self._is_new(batch):
+        if look_of(batch) not in self._looks:
             if self.replicas is None or self._steps == 1:
                 return "look"
             self.replicas.unseen = True  # is tried with the others, in the next step
@@ -248,7 +243,7 @@ class LossTrials:
 
     def _try(self, call: Callable[[Any], Any], of: TriedParts, why: str, *, cut: bool) -> None:
         batch, parts = of.whole, of.parts
-        joins = AllJoined(batch, parts) if of.at_once else Joins(batch, parts, self._beyond if cut else None)
+        joins = joins_of(of, self._beyond if cut else None, self._mesh.group("data_parallel"))
         due, self._fresh = self._steps >= self._next, True
         call = self._context.gradients.on_parts(call)
         call = self._context.experts.ending(call) if self._stages.repeats is None else call
