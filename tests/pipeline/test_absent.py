@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch import nn
 
 from lightning_megatron.pipeline.elsewhere.absent import make_absent
 from lightning_megatron.pipeline.elsewhere.away import unmarked
@@ -53,3 +56,16 @@ def test_a_step_that_updates_a_target_network_is_told_where_to_do_it():
         RuntimeError, match=r"the step read all parameters of `net`.*set flags .* in `on_train_batch_start`"
     ):
         unread.square()
+
+
+@pytest.mark.parametrize("step", [True, False])
+def test_a_split_table_of_another_stage_has_the_part_of_a_rank_in_its_own_forward(step):
+    def phase(*, lists: bool = False) -> Phase:
+        return Phase.STEP
+
+    table = nn.Embedding(3, 8)
+    del table.weight
+    vars(table)["weight"] = make_absent(torch.zeros(3, 4), "bias.weight", phase, shape=(3, 8))
+    with contextlib.nullcontext() if step else unmarked():
+        assert table(torch.zeros(2, dtype=torch.long)).shape == (2, 4)
+        assert table.weight.shape == (3, 8) and (table.weight + 0).shape == (3, 8)

@@ -150,11 +150,11 @@ class Absent(Tensor):
 
     def in_steps(self) -> Tensor:
         """The tensor that the code which runs computes with in a step."""
-        return self.away_whole if self.is_part and _is_outside(sys._getframe(1)) else self.away
+        return self.away_whole if self.is_part and _is_outside(sys._getframe(1), self) else self.away
 
     def as_zeros(self) -> Tensor:
         """The same, unmarked."""
-        return self.whole if self.is_part and _is_outside(sys._getframe(1)) else self.plain
+        return self.whole if self.is_part and _is_outside(sys._getframe(1), self) else self.plain
 
     def is_away(self) -> bool:
         """Whether code runs now that may not see the zeros, such as a hook's."""
@@ -316,17 +316,28 @@ def make_absent(
     return absent
 
 
-def _is_outside(frame: FrameType | None) -> bool:
-    """Whether code runs that is not that of a split layer, which computes with the part of one rank: this package's.
+def _is_outside(frame: FrameType | None, tensor: Absent) -> bool:
+    """Whether code runs that is not that of the layer that has a split weight, which computes with a rank's part of it:
+    this package's, or the forward of a layer whose output is split as it is, such as a table of biases by head.
 
     Modes of this package may stand between a function and the code that calls it.
     """
     outermost = ""
-    while frame is not None and comes_from(frame, "torch", PACKAGE):
+    while frame is not None and not _is_forward_of(frame, tensor):
+        if not comes_from(frame, "torch", PACKAGE):
+            return outermost in ("", "__torch_function__")
         if comes_from(frame, PACKAGE) and frame.f_code.co_filename != __file__:
             outermost = frame.f_code.co_name
         frame = frame.f_back
-    return frame is not None and outermost in ("", "__torch_function__")
+    return False
+
+
+def _is_forward_of(frame: FrameType, tensor: Absent) -> bool:
+    """Whether a frame runs the forward of the layer that has a tensor."""
+    if frame.f_code.co_name != "forward" or not frame.f_code.co_argcount:
+        return False
+    layer = frame.f_locals.get(frame.f_code.co_varnames[0])
+    return isinstance(layer, nn.Module) and any(each is tensor for each in vars(layer).values())
 
 
 def _in_hook(*, lists: bool = False) -> Phase:
