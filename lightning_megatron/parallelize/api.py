@@ -50,7 +50,7 @@ def parallelize(
         splits_input: whether the first layer splits its input along the sequence, under ``sequence_parallel``; not
             where that is split over context ranks as well.
         by_views: whether views in the code between layers may be given sizes of one rank; not where it is compiled, or
-            where context ranks split what it views.
+            runs on some of the tokens.
         whole: names of modules that stay whole with all that is in them, as something else divides them.
 
     Returns:

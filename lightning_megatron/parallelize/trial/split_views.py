@@ -113,8 +113,18 @@ class SplitViews(OfOneRank):
             self._calls, self._records, self._next = [], False, None
 
     def show(self, output: Tensor) -> Tensor:
-        """The output of a projection: [.., features / t]."""
-        return output if isinstance(output, WholeTensor) else output.as_subclass(self._kind)
+        """The output of a projection: [.., features / t].
+
+        Raises:
+            RuntimeError: it is a tensor of some of the tokens, which takes no sizes of one rank.
+        """
+        if isinstance(output, WholeTensor):
+            raise RuntimeError(
+                "a layer that computes its attention itself was split by its views, which cannot be followed where its "
+                "tokens are split as well, by `context_parallel_size` or `activation_offload={'tokens': share}`. Build "
+                "the module anew for a run with these, or leave its projections out of `tensor_parallel_plan`."
+            )
+        return output.as_subclass(self._kind)
 
     def plain(self, value: Any) -> Any:
         """The same as an ordinary tensor, if it is one of these."""

@@ -38,6 +38,11 @@ class ActivationOptions(NamedTuple):
         """The requests in the strategy's options."""
         return cls(host_request(offload), chunks)
 
+    @property
+    def runs_tokens(self) -> bool:
+        """Whether layers may run again on some of their tokens."""
+        return self.host is not None and self.host.splits
+
 
 def arrange(
     module: nn.Module,

@@ -263,8 +263,8 @@ class Assembler:
         given = asked.tensor_plan, steps.sequence_parallel, asked.experts, asked.expert_parts, asked.expert_dispatch
         alone = self._mesh.layout.data * self._mesh.layout.context == 1 and not steps.sequence_parallel
         per_replica = alone or steps.expert_balance is not None
-        plan, compiled = asked.expert_plan, bool(asked.compile_layers)
-        return LayerSplit(self._mesh, self._precision, *given, plan, per_replica, compiled)
+        by_views = not (asked.compile_layers or asked.activations.runs_tokens)
+        return LayerSplit(self._mesh, self._precision, *given, asked.expert_plan, per_replica, by_views)
 
     def _cut(self, module: pl.LightningModule, streams: SegmentStreams, tensor_state: TensorState) -> Stage | None:
         earlier = Stage.of(module)

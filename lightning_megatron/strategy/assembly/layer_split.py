@@ -67,7 +67,7 @@ class LayerSplit:
         dispatch: how tokens come to experts: "all_to_all" or "all_gather".
         expert_plan: what the user says of experts; see ``expert_parallel_plan``.
         per_replica: whether a balancing loss is meant to be each replica's.
-        compiled: whether layers are to be compiled.
+        by_views: whether nothing asked for keeps code in layers from being given sizes of one rank.
     """
 
     mesh: ParallelMesh
@@ -79,7 +79,7 @@ class LayerSplit:
     dispatch: str
     expert_plan: str | Mapping[str, str | int]
     per_replica: bool
-    compiled: bool
+    by_views: bool
 
     def split(self, module: pl.LightningModule) -> tuple[TensorState, ParallelReport | None]:
         """Split the layers over the tensor group, by plan; an earlier run's split is kept."""
@@ -117,7 +117,7 @@ class LayerSplit:
                 report = parallelize(
                     *(module, group, self.plan, self.sequence_parallel),
                     splits_input=self.mesh.layout.context == 1,
-                    by_views=not (self.compiled or self.mesh.layout.context > 1 or is_given_compiled(module)),
+                    by_views=self.by_views and self.mesh.layout.context == 1 and not is_given_compiled(module),
                     whole=() if split is None else split.report.split,
                 )
             table = report.parameters
