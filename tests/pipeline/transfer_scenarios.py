@@ -124,7 +124,8 @@ class Traffic:
 def held(info: RankInfo, schedule: str, micro_batches: int, through_memory: bool) -> dict[str, int]:
     """Three steps of sleeping stages: the most outputs and posted receives at once, and what is left afterwards."""
     sleeps = Sleeps(info.world_size, micro_batches, 0.01, 0.01, 0.0)
-    strategy = MegatronStrategy(pipeline_parallel_size=info.world_size, micro_batch_size=1, pipeline_schedule=schedule)
+    arguments = {"micro_batch_size": 1, "pipeline_schedule": schedule, "whole_batch_loss": False}  # without trials
+    strategy = MegatronStrategy(pipeline_parallel_size=info.world_size, **arguments)
     trainer = Trainer(
         accelerator="cpu",
         devices=info.world_size,
