@@ -37,7 +37,10 @@ from lightning_megatron.pipeline.elsewhere.containers import (
 
 _LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_MOST = 10_000  # entries of one container
+LONG = 10_000
+"""Entries of a container that is looked at in every step."""
+LONGEST = 200_000
+"""Entries of a container that is looked at in trials: losses of all steps so far, a number for each sample."""
 _OPENED = 64  # entries of a container that are containers themselves and looked into
 _FOUND = 500  # containers of one layer; data that happens to hang on the module is none of its business
 _DEPTH = 6
@@ -52,6 +55,7 @@ class Reach:
         layer: a layer of its trunk.
         others: the trunk's other layers, whose own attributes are none of this layer's business.
         most: containers to find; more are data that happens to hang on the module.
+        longest: entries of one of them.
 
     Attributes:
         passing: whether what was found last holds for one call only.
@@ -59,11 +63,13 @@ class Reach:
         applies: whether ``apply`` of an ``autograd.Function`` was among what was found.
     """
 
-    def __init__(self, root: nn.Module, layer: nn.Module, others: frozenset[int], most: int = _FOUND) -> None:
+    def __init__(
+        self, root: nn.Module, layer: nn.Module, others: frozenset[int], most: int = _FOUND, longest: int = LONG
+    ) -> None:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._layer, self._others = layer, others
         self._inside = frozenset(id(module) for module in layer.modules())
-        self._root, self._most = root, most
+        self._root, self._most, self._longest = root, most, longest
 
     def containers(self, arguments: tuple[Any, ...] = ()) -> list[Container]:
         """All of them, those inside the layer first.
@@ -84,6 +90,17 @@ class Reach:
                 self._visit(argument, (("argument", place),), _DEPTH)
         self._visit(self._root, (), _DEPTH)
         return list(self._found.values())
+
+    def also(self, value: Any, address: Address) -> list[Container]:
+        """Further containers, of what code reaches another way.
+
+        Args:
+            value: that holds them.
+            address: of it.
+        """
+        known = set(self._found)
+        self._visit(value, address, _DEPTH)
+        return [container for key, container in self._found.items() if key not in known]
 
     def names_of(self, function: types.FunctionType) -> set[str]:
         """Names by which code may call a function of :attr:`functions`: ``loss`` where a class has ``loss = focal``."""
@@ -120,7 +137,7 @@ class Reach:
             self._visit_class(kind, address, depth)
 
     def _visit_container(self, value: Any, address: Address, depth: int) -> None:
-        if len(value) > _MOST:
+        if len(value) > self._longest:
             return
         self._found[id(value)] = Container(address, value)
         if len(value) > _OPENED:
@@ -174,6 +191,8 @@ class Reach:
         else:
             if not is_library(value):
                 self.functions.append(value)
+                if value.__dict__:
+                    self._visit(value.__dict__, (*address, ("attr", "__dict__")), depth)
             if value.__closure__:
                 self._found[id(value)] = Container(address, value)
                 self._visit_entries(enumerate(cells_of(value)), "cell", address, depth)

@@ -19,11 +19,13 @@ run ends, and so is what was added to lists. Numbers stay: a layer may count.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Container as AnyContainer
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -32,12 +34,15 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh.autograd import put_back, version_of
 from lightning_megatron.mesh.draws.given_again import State, set_state, state_of
-from lightning_megatron.mesh.parts.packages import is_library
+from lightning_megatron.mesh.parts.packages import is_library, module_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Container
-from lightning_megatron.pipeline.elsewhere.reachable import Reach
+from lightning_megatron.pipeline.elsewhere.reachable import LONGEST, Reach
 
 LISTS = (list, deque, set)
 """What is written to entry by entry."""
+
+ARRAY = 1 << 26
+"""Bytes of the largest array that is copied; larger ones are data."""
 
 SUM = 64
 """Elements of the largest tensor that is taken for something that layers add to."""
@@ -66,7 +71,7 @@ class Contents:
         """Those of a value; ``None`` of one that is not written to in place."""
         if type(value) is Tensor and not value.is_meta:
             return cls.of_tensor(value)
-        if isinstance(value, LISTS):
+        if isinstance(value, LISTS) or (is_array(value) and value.ndim and value.nbytes <= ARRAY):
             return cls(value, value.copy())
         state = state_of(value)
         return None if state is None else cls(value, state)
@@ -107,6 +112,8 @@ class Contents:
         elif isinstance(copy, State):
             if state_of(value) != copy:
                 set_state(value, copy)
+        elif is_array(value):
+            written_into(value, copy)
         else:
             refill(value, copy)
 
@@ -124,9 +131,32 @@ def refill(value: Any, entries: Any) -> None:
         if value != entries:
             value.clear()
             value.update(entries)
-    elif len(value) != len(entries) or any(a is not b for a, b in zip(value, entries, strict=True)):
+    elif len(value) != len(entries) or not all(map(is_, value, entries)):
         value.clear()
         value.extend(entries)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is one of NumPy's arrays, or one of its numbers."""
+    kind: type = type(value)
+    return is_kind_of_array(kind)
+
+
+@functools.cache
+def is_kind_of_array(kind: type) -> bool:
+    """Whether a class is that of NumPy's arrays, or one of its numbers."""
+    return module_of(kind) == "numpy" and hasattr(kind, "dtype")
+
+
+def written_into(original: Any, value: Any) -> Any:
+    """``value``, or an array that now holds its numbers, where that has its shape and may be written to."""
+    if value is original or not (is_array(original) and is_array(value) and value.ndim):
+        return value
+    if original.shape != value.shape or original.dtype != value.dtype or not original.flags.writeable:
+        return value
+    if not is_equal(original, value):
+        original[...] = value
+    return original
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -208,7 +238,7 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
     kept = [Kept(table, inside=False) for table in (*attributes, *tables)]
     orders = [list(each.table) for each in kept]
     buffers = [Contents.of_tensor(buffer) for buffer in module.buffers() if not buffer.is_meta]
-    reached = Reach(module, module, frozenset()).containers(arguments)
+    reached = Reach(module, module, frozenset(), longest=LONGEST).containers(arguments)
     contents = [(container, container.contents()) for container in reached]
     try:
         yield
@@ -334,8 +364,15 @@ def _differs(before: Any, now: Any, inside: Contents | None) -> bool:
     return not (type(before) is type(now) and isinstance(now, _PLAIN) and before == now)
 
 
+def has_plain_only(entries: Iterable[Any]) -> bool:
+    """Whether entries are numbers and texts only, which is told of a million of them at once."""
+    return _ONLY_PLAIN.issuperset(map(type, entries))
+
+
 def has_graph(value: Any) -> bool:
     """Whether a tensor with a gradient is in a nest, or in an object."""
+    if isinstance(value, LISTS) and has_plain_only(value):
+        return False
     leaves = pytree.tree_leaves(value)
     leaves += [entry for leaf in leaves if hasattr(leaf, "__dict__") for entry in _entries(leaf)]
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

@@ -1,13 +1,13 @@
-"""Translations between what Lightning handles (whole modules, optimizers by index) and what a rank holds (parts,
-by name).
-"""
+"""Translations between what Lightning handles (whole modules, optimizers by index) and a rank's parts, by name."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Generator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -26,7 +26,9 @@ from lightning_megatron.checkpoints.state.stored import GroupNames
 from lightning_megatron.mesh.layout import Layout
 from lightning_megatron.mesh.mesh import ParallelMesh
 from lightning_megatron.mesh.messages import objects
+from lightning_megatron.mesh.parts.packages import LIGHTNING, comes_from
 from lightning_megatron.mesh.replaced import Replacements
+from lightning_megatron.pipeline.elsewhere.reachable import attributes_set_in
 
 T = TypeVar("T")
 
@@ -139,6 +141,19 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The Trainer's list of callbacks itself, not a copy."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def not_of_trainers(names: Iterable[str]) -> set[str]:
+    """Those names of attributes that a Trainer does not have of its own: no code of Lightning's sets them."""
+    return set(names) - _set_by_lightning()
+
+
+@functools.cache
+def _set_by_lightning() -> frozenset[str]:
+    modules = [vars(each) for each in list(sys.modules.values()) if comes_from(each, "lightning.pytorch.trainer")]
+    kinds = {kind for module in modules for kind in module.values() if isinstance(kind, type)}
+    own = [each for kind in kinds if comes_from(kind, *LIGHTNING) for each in vars(kind).values()]
+    return frozenset().union(*(attributes_set_in(each.__code__) for each in own if isinstance(each, FunctionType)))
 
 
 def accumulates(trainer: pl.Trainer) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh.draws.given_again import State, set_state
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, Address
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal, refill
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_array, is_equal, refill, written_into
 from lightning_megatron.pipeline.stage.order import CalledAgain
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, found_again
 from lightning_megatron.strategy.loss.traces import Traces, as_it_is
@@ -118,7 +118,7 @@ class WrittenBeside:
         elif isinstance(value, LISTS) and isinstance(now, LISTS):
             refill(now, value)
         else:
-            values[key] = value
+            values[key] = written_into(now, value)
 
 
 def _travels(value: Any) -> bool:
@@ -127,4 +127,6 @@ def _travels(value: Any) -> bool:
         return all(map(_travels, value)) and not has_graph(list(value))
     if isinstance(value, dict):
         return all(map(_travels, value.values())) and not has_graph(value)
+    if is_array(value):
+        return value.dtype.kind in "fiucb"
     return isinstance(value, (*NUMBERS, State, type(None))) or (isinstance(value, Tensor) and not value.requires_grad)

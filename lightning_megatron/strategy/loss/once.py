@@ -23,9 +23,17 @@ from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.absent import Absent
 from lightning_megatron.pipeline.elsewhere.away import Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Contents, has_graph, refill
+from lightning_megatron.pipeline.elsewhere.undo import (
+    LISTS,
+    Contents,
+    has_graph,
+    is_kind_of_array,
+    refill,
+    written_into,
+)
 from lightning_megatron.strategy.carried.joined_entries import entry_of_all, value_anew
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
+from lightning_megatron.strategy.loss.said import refused_write
 from lightning_megatron.strategy.loss.tables import (
     NOT_USERS,
     NUMBERS,
@@ -41,7 +49,11 @@ from lightning_megatron.strategy.loss.written import LOSS, are_unlike, is_anew, 
 _NEW = "new"
 _SHORT = 64  # entries of a list that are compared one by one
 
-_WATCHED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (*NUMBERS, Tensor)) or kind is list)
+_SMALL = 1 << 16  # bytes of an array that is compared
+
+_ARRAYS: PerClass[bool] = PerClass(is_kind_of_array)
+_WATCHED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (*NUMBERS, Tensor)) or kind is list or _ARRAYS[kind])
+_MARKED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (Tensor, list)) or _ARRAYS[kind])
 
 
 @dataclass
@@ -142,7 +154,7 @@ class OncePerBatch:
         written = {(id(slot.values), slot.key) for slot in self._slots}
         lists = {id(slot.start[0]) for slot in self._slots if slot.key is None}
         self._watched = [
-            (table.values, key, value, _mark(value) if isinstance(value, (Tensor, list)) else None)
+            (table.values, key, value, _mark(value) if _MARKED[value.__class__] else None)
             for table in (self._tables if len(parts) > 1 else ())
             for key, value in table.values.items()
             if _WATCHED[value.__class__]
@@ -192,7 +204,8 @@ class OncePerBatch:
                 continue
             now = slot.values.get(slot.key, MISSING)
             slot.missed += now is MISSING or (now is slot.stand and not version_of(now))
-            slot.left.append(as_it_is(now) if slot.kind != "same" or len(slot.left) + 1 == count else now)
+            copied = slot.kind != "same" or len(slot.left) + 1 == count or _ARRAYS[now.__class__]
+            slot.left.append(as_it_is(now) if copied else now)
             if len(slot.left) == count:
                 alone = slot.kind == "same" or count == 1
                 if slot.kind == "same" and slot.turn is None:
@@ -229,8 +242,9 @@ class OncePerBatch:
             if now is value and isinstance(now, Tensor) and self._runs > 1:
                 self._refuse(name, key)
             slot = _Slot(Table(name, values, (key,), ()), key, _NEW, None, values)
-            old = inside if isinstance(inside, list) else value[:inside] if isinstance(value, list) else value
-            slot.start = value, Contents(value, old) if isinstance(value, list) else None
+            counted = inside is None or isinstance(inside, int)
+            old = inside if not counted else value[:inside] if isinstance(value, list) else value
+            slot.start = value, Contents(value, old) if old is not value else None
             slot.left = [old] * (self._runs - 1)
             self._slots.append(slot)
         if len(self._slots) > known:
@@ -238,7 +252,7 @@ class OncePerBatch:
 
     def _refuse(self, name: str, key: Any, *, known: bool = False) -> None:
         if not self._may_run_again:
-            raise RuntimeError(_refused(self._step, name, key, known=known))
+            raise RuntimeError(refused_write(self._step, spelled((name, key)), known=known))
         self.unforeseen = spelled((name, key))
 
     def _has(self, values: Any, key: Any) -> bool:
@@ -309,8 +323,8 @@ class OncePerBatch:
                 with torch.no_grad():
                     original.copy_(value)
             slot.values[slot.key] = original if original.shape == value.shape else value
-        elif isinstance(value, (int, float, complex, str, tuple, dict, Tensor, type(None))):
-            slot.values[slot.key] = value
+        elif isinstance(value, (int, float, complex, str, tuple, dict, Tensor, type(None))) or _ARRAYS[value.__class__]:
+            slot.values[slot.key] = written_into(original, value) if now is original else value
 
 
 class OnceAround(OncePerBatch):
@@ -375,25 +389,12 @@ def _mark(value: Any) -> Any:
         return None if elsewhere or value.is_inference() else value._version
     if isinstance(value, list):
         return value.copy() if len(value) <= _SHORT else len(value)
-    return None
+    return value.copy() if value.ndim and value.nbytes <= _SMALL else None
 
 
 def _is_as_marked(value: Any, mark: Any) -> bool:
     if isinstance(mark, list):
         return len(value) == len(mark) and all(map(is_, value, mark))
+    if _ARRAYS[mark.__class__]:
+        return bool(value.shape == mark.shape and value.tobytes() == mark.tobytes())
     return bool(_mark(value) == mark)
-
-
-def _refused(step: str, name: str, key: Any, *, known: bool) -> str:
-    whole = "whole_batch_loss=True" if step == "training_step" else 'evaluation_micro_batch_size="auto"'
-    if known:
-        return (
-            f"`{step}` writes `{spelled((name, key))}` otherwise in one micro-batch of a batch than in another, where "
-            "it wrote the same in all that were tried: what one process leaves there is not known. Pass "
-            f"`{whole}`, or write it after the step, in a hook such as `on_train_batch_end`."
-        )
-    return (
-        f"`{step}` writes `{spelled((name, key))}`, which it did not write in the steps that were tried, and "
-        "not the same for all micro-batches of a batch: what one process leaves there is not known. Pass "
-        f"`{whole}`, or write it in the first step too."
-    )

@@ -276,3 +276,25 @@ def warn_of_mixed(why: str, replicas: int) -> None:
         f"{why}. Each of the {replicas} replicas does so with its own samples, where one process has those of all; "
         "pass `whole_batch_loss=False` if each replica's own is meant."
     )
+
+
+def refused_write(step: str, name: str, *, known: bool) -> str:
+    """Text of the refusal of a value that micro-batches write so that no trial tells what one process leaves.
+
+    Args:
+        step: name of the user's step.
+        name: of the value.
+        known: whether trials have seen it written.
+    """
+    whole = "whole_batch_loss=True" if step == "training_step" else 'evaluation_micro_batch_size="auto"'
+    if known:
+        return (
+            f"`{step}` writes `{name}` otherwise in one micro-batch of a batch than in another, where "
+            "it wrote the same in all that were tried: what one process leaves there is not known. Pass "
+            f"`{whole}`, or write it after the step, in a hook such as `on_train_batch_end`."
+        )
+    return (
+        f"`{step}` writes `{name}`, which it did not write in the steps that were tried, and "
+        "not the same for all micro-batches of a batch: what one process leaves there is not known. Pass "
+        f"`{whole}`, or write it in the first step too."
+    )

@@ -26,9 +26,13 @@ from lightning_megatron.mesh.draws.given_again import replayed
 from lightning_megatron.mesh.parts.names import leaf_of
 from lightning_megatron.mesh.parts.packages import METRICS, is_users
 from lightning_megatron.pipeline.elsewhere.containers import MISSING, MODULE, Address, Container, resolve
-from lightning_megatron.pipeline.elsewhere.reachable import Reach, attributes_set_in
+from lightning_megatron.pipeline.elsewhere.reachable import LONGEST, Reach, attributes_set_in, names_in
 from lightning_megatron.pipeline.elsewhere.undo import LISTS
-from lightning_megatron.strategy.lightning.trainer_access import optimizers_and_schedulers
+from lightning_megatron.strategy.lightning.trainer_access import (
+    callbacks_of,
+    not_of_trainers,
+    optimizers_and_schedulers,
+)
 
 Answer = TypeVar("Answer")
 Name = tuple[str, Any]
@@ -176,8 +180,10 @@ def _inner(name: str, value: Any, seen: set[int], depth: int) -> Iterator[Table]
 
 def tables_beside(root: nn.Module) -> Iterator[Table]:
     """Everything else that the code of a module refers to: containers in attributes, classes, globals, closures."""
-    for container in Reach(root, root, frozenset(), _MOST).containers():
-        if isinstance(container.value, nn.Module) or _is_lightnings(root, container.address):
+    reach = Reach(root, root, frozenset(), _MOST, LONGEST)
+    found = [each for each in reach.containers() if not _is_lightnings(root, each.address)]
+    for container in [*found, *_of_trainer(root, reach)]:
+        if isinstance(container.value, nn.Module):
             continue
         name, value = _name_of(container.address), container.value
         values = {None: value} if isinstance(value, LISTS) else _values(container)
@@ -186,6 +192,27 @@ def tables_beside(root: nn.Module) -> Iterator[Table]:
             items = _Entries(container)
             if items:
                 yield Table(name, items, tuple(items), (*container.address, ("entries",)))
+
+
+def _of_trainer(root: nn.Module, reach: Reach) -> Iterator[Container]:
+    """Containers in callbacks, a data module and attributes of the Trainer, as far as the module's code names them."""
+    trainer = getattr(root, "_trainer", None)
+    if trainer is None:
+        return
+    named = {name for function in reach.functions for name in names_in(function.__code__)[0]}
+    written = {name for function in reach.functions for name in attributes_set_in(function.__code__)}
+    address: Address = (("module", ""), ("attr", "_trainer"))
+    if "callbacks" in named:
+        for place, callback in enumerate(callbacks_of(trainer)):
+            if is_users(type(callback), *_LIBRARIES):
+                yield from reach.also(callback, (*address, ("attr", "callbacks"), ("item", place)))
+    own = sorted(not_of_trainers((named & vars(trainer).keys()) | written))
+    if "datamodule" in named and getattr(trainer, "datamodule", None) is not None:
+        yield from reach.also(trainer.datamodule, (*address, ("attr", "datamodule")))
+    if own:
+        yield Container(address, trainer, tuple(own))
+    for name in own:
+        yield from reach.also(vars(trainer).get(name), (*address, ("attr", name)))
 
 
 def tables_of_optimizers(module: nn.Module) -> Iterator[Table]:
@@ -254,7 +281,7 @@ def _name_of(address: Address) -> str:
             words = [leaf_of(str(word)) for word in at] if kind != "method" else words[:1]
         elif kind == "cell":
             words.append("closure")
-        elif kind in ("module", "attr", "item"):
+        elif kind in ("module", "attr", "item") and at[0] != "__dict__":
             words.append(str(at[0]))
     return ".".join(word for word in words if word)
 

@@ -21,7 +21,8 @@ from lightning_megatron.mesh.draws.given_again import state_of
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
 from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, is_equal
+from lightning_megatron.pipeline.elsewhere.reachable import LONG
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, has_plain_only, is_array, is_equal
 from lightning_megatron.strategy.hooks.kept_hooks import HookTables, KeptHooks
 from lightning_megatron.strategy.hooks.kept_values import read_by_hooks, reads_first
 from lightning_megatron.strategy.logs.weight_writes import WeightWrites
@@ -118,7 +119,8 @@ class Traces:
                 value, now = kept.values.get(key, (MISSING,))[0], kept.table[key]
                 if now is value and type(now) in _IMMUTABLE:
                     continue  # most attributes
-                if not self._counts(key, value, now) or source_of((value, now)) is not None:
+                plain = now is value and isinstance(now, LISTS) and has_plain_only(now)
+                if not self._counts(key, value, now) or (not plain and source_of((value, now)) is not None):
                     continue  # no number, or one that another stage judges
                 before, after = kept.earlier(key), as_it_is(now)
                 passing = not isinstance(now, Tensor) and table.name not in self._appended and has_graph(now)
@@ -156,7 +158,7 @@ class Traces:
 
     def _counts(self, key: Any, value: Any, now: Any) -> bool:
         """Whether a value is compared; what a list holds, by its own table."""
-        if isinstance(now, (*NUMBERS, Tensor)):
+        if isinstance(now, (*NUMBERS, Tensor)) or (self._beside and is_array(now)):
             return True
         if not self._beside or now is None:
             return self._beside and value is not None and value is not MISSING
@@ -201,9 +203,9 @@ class Traces:
         return table, values.earlier(name[1])
 
     def plain(self, outside: Collection[str]) -> list[Table]:
-        """Attributes, dictionaries and objects, but those of modules in ``outside``."""
-        parts = Parts(outside)
-        return [table for table, _ in self._compared if type(table.values) is dict and table.name not in parts]
+        """Attributes, dictionaries and objects, but those of modules in ``outside``, and long ones."""
+        parts, tables = Parts(outside), (table for table, _ in self._compared if type(table.values) is dict)
+        return [table for table in tables if table.name not in parts and len(table.values) <= LONG]
 
 
 @contextmanager
@@ -252,7 +254,7 @@ def as_it_is(value: Any) -> Any:
     """A value, to be compared and kept."""
     if type(value) is Tensor:
         return value.detach().clone()
-    if isinstance(value, LISTS):
+    if isinstance(value, LISTS) or is_array(value):
         return value.copy()
     return state_of(value) or value
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.mesh.parts.names import Parts
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
-from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_equal
+from lightning_megatron.pipeline.elsewhere.undo import LISTS, is_array, is_equal
 from lightning_megatron.strategy.carried.joined_entries import merged, stacked, total, value_anew
 from lightning_megatron.strategy.logs.combining import Narrowed
 from lightning_megatron.strategy.loss.tables import NUMBERS, Name, Table, spelled
@@ -131,7 +131,7 @@ def judge(
 
 def _is_nothing(value: Any) -> bool:
     """Whether a value is zero or empty."""
-    return not value.any() if isinstance(value, Tensor) else not value or value is MISSING
+    return not value.any() if isinstance(value, Tensor) or is_array(value) else not value or value is MISSING
 
 
 def meet(before: Any, apart: Sequence[Any]) -> bool:
@@ -164,7 +164,8 @@ def _kinds_of(before: Any, apart: Sequence[Any], together: Any, weights: Weights
 
 def _kinds_of_list(before: Any, apart: Sequence[Any], together: Any, weights: Weights) -> Kinds:
     if all(len(now) == len(before) for now in (*apart, together)) and type(together) is list:
-        adds = (_adds_up(row[0], row[1:-1], row[-1]) for row in zip(before, *apart, together, strict=True))
+        rows = (row for row in zip(before, *apart, together, strict=True) if any(each is not row[0] for each in row))
+        adds = (_adds_up(row[0], row[1:-1], row[-1]) for row in rows)
         return ("sum",) if all(adds) else ()
     tails = [tail_of(before, now) for now in (*apart, together)]
     if any(tail is None for tail in tails):
@@ -293,11 +294,14 @@ def kind_of_new(before: Any, left: Sequence[Any]) -> str:
 
 def tail_of(before: Any, now: Any) -> list[Any] | None:
     """The appended entries; ``None`` if anything else was done."""
-    earlier, later, most = list(before), list(now), getattr(before, "maxlen", None) or 0
-    for count in range(len(later) + 1):
-        tail = later[len(later) - count :]
-        if is_equal([*earlier, *tail][-most:], later):
-            return tail
+    earlier, later, most = list(before), list(now), getattr(before, "maxlen", None)
+    fewest = len(later) - len(earlier)
+    for count in range(max(fewest, 0), (len(later) if len(later) == most else fewest) + 1):
+        stays = len(later) - count
+        if stays and not is_equal(earlier[-stays], later[0]):
+            continue  # of most counts, without a look at all entries
+        if all(map(is_equal, earlier[len(earlier) - stays :], later)):
+            return later[stays:]
     return None
 
 
@@ -317,7 +321,7 @@ def was_seen(joins: Sequence[Join], name: Name) -> tuple[bool, bool]:
 
 def are_unlike(values: Sequence[Any]) -> bool | Tensor:
     """Whether small values that micro-batches have left are not the same; on an accelerator, a tensor that tells."""
-    first, *others = values
+    first, *others = map(_as_tensor, values)
     if type(first) in NUMBERS:
         return any(type(value) is type(first) and value != first for value in others)
     if type(first) is not Tensor or first.numel() > _SMALL:
@@ -329,8 +333,7 @@ def are_unlike(values: Sequence[Any]) -> bool | Tensor:
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two values are the same but for rounding."""
-    if all(getattr(getattr(value, "dtype", None), "kind", "") in tuple("fc") for value in (one, other)):  # NumPy's
-        one, other = torch.as_tensor(one.copy()), torch.as_tensor(other.copy())
+    one, other = _as_tensor(one), _as_tensor(other)
     if isinstance(one, (float, Tensor)) and isinstance(other, (float, Tensor)):
         left, right = (torch.as_tensor(value).detach().double() for value in (one, other))
         return left.shape == right.shape and bool(torch.allclose(left, right, rtol=1e-5, atol=1e-9, equal_nan=True))
@@ -343,6 +346,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     """Whether the parts change a number by what the whole changes it, or append to a tensor what the whole appends."""
+    before, together, *apart = map(_as_tensor, (before, together, *apart))
     if not all(isinstance(value, (int, float, Tensor)) for value in (before, together, *apart)):
         return False
     start, end = torch.as_tensor(before), torch.as_tensor(together)
@@ -362,6 +366,12 @@ def _adds_up(before: Any, apart: Sequence[Any], together: Any) -> bool:
     return bool(torch.allclose(change, changes, rtol=1e-5, atol=1e-12))
 
 
+def _as_tensor(value: Any) -> Any:
+    """An array or number of NumPy's as a tensor; anything else as it is."""
+    numbers = is_array(value) and value.dtype.char in "efdbhilqB" and value.dtype.isnative
+    return torch.as_tensor(value.copy()) if numbers else value
+
+
 def sum_of_all(before: Any, left: Sequence[Any]) -> Any:
     """Sum of a value before a batch and of what each micro-batch has added to it.
 
@@ -369,6 +379,11 @@ def sum_of_all(before: Any, left: Sequence[Any]) -> Any:
         before: the number, or the tensor; one that micro-batches make longer is joined along its first dimension.
         left: what each has left.
     """
+    if all(now is before for now in left):
+        return before
+    if is_array(before):
+        found = sum_of_all(_as_tensor(before), [_as_tensor(now) for now in left]).numpy()
+        return found if before.ndim else found[()]
     if isinstance(before, Tensor) and any(now.shape != before.shape for now in left):
         return torch.cat([before, *(now[len(before) :] for now in left)])
     total = before
