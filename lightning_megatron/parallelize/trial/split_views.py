@@ -41,6 +41,8 @@ _VIEWS: frozenset[Any] = frozenset((T.view, T.reshape, torch.reshape, T.unflatte
 _SPLITS: frozenset[Any] = frozenset((T.split, torch.split, T.split_with_sizes, torch.split_with_sizes))
 _EXPANDS: frozenset[Any] = frozenset((T.expand, torch.broadcast_to, T.broadcast_to))
 _SIZED = _VIEWS | _SPLITS | _EXPANDS
+VIEWS = frozenset(func.__name__ for func in _SIZED)
+"""Names of the functions with sizes."""
 _BETWEEN = frozenset(("torch", PACKAGE))
 """Packages whose modes may stand between the user's code and the function, in some runs and not in others."""
 _CALLED_FROM_MANY = frozenset(("einops",))
@@ -111,6 +113,11 @@ class SplitViews(OfOneRank):
                 raise OtherViews  # it takes another path with the sizes of one rank
         finally:
             self._calls, self._records, self._next = [], False, None
+
+    @property
+    def codes(self) -> set[CodeType]:
+        """Code whose calls were learned."""
+        return {code for site in self._factors for code, _ in site}
 
     def show(self, output: Tensor) -> Tensor:
         """The output of a projection: [.., features / t].

@@ -30,9 +30,10 @@ from lightning_megatron.parallelize.reading.low_rank import base_of, keep_output
 from lightning_megatron.parallelize.reading.replay import Replay
 from lightning_megatron.parallelize.reading.trace import Trace, relative
 from lightning_megatron.parallelize.trial.afterwards import Afterwards
+from lightning_megatron.parallelize.trial.branches import LinesRun
 from lightning_megatron.parallelize.trial.local_sizes import LocalSizes, by_owner, note_methods
 from lightning_megatron.parallelize.trial.narrowing import Narrowing
-from lightning_megatron.parallelize.trial.split_views import SplitViews
+from lightning_megatron.parallelize.trial.split_views import VIEWS, OtherViews, SplitViews
 from lightning_megatron.parallelize.trial.training import (
     TOLERANCE,
     NoDropout,
@@ -122,11 +123,15 @@ class Bench:
             Exception: any exception of the user's code with the slices of one rank.
         """
         views = SplitViews(parts, max(len(cut.segments) for cut in candidate.cuts.values()), inner)
-        share = _Share(replace(candidate, views=views), parts, 0)
+        share, lines = _Share(replace(candidate, views=views), parts, 0), LinesRun()
         for training in (False, True) if self._trained is not None else (False,):
             with torch.no_grad(), NoDropout():
+                with lines:
+                    self._replay.run(training=training)
                 whole = functools.partial(self._term, None, lambda copied: self._show(copied, views))
                 views.learn(lambda: whole(training=training), lambda: self._term(share, training=training))  # noqa: B023
+        if not lines.is_complete(views.codes, VIEWS):
+            raise OtherViews
         return views
 
     def _show(self, copied: nn.Module, views: ViewsInside) -> None:
