@@ -5,11 +5,11 @@ eighth of the other modules, plain ones and those of Hugging Face. Once every pa
 and three stages: four ranks cost twice as much as two, and modules meet all kinds of layout in the exhaustive table.
 
 The exhaustive table shows each module in two of three kinds of layout and under two of three kinds of schedule (those
-of Hugging Face under one; another form of a module, with logits, recomputed or as a classifier, in no layout of its
-own), and one module in every *three* values of the five. Kinds of layout: stages alone; context ranks without stages;
-replicas or context ranks beside tensor ranks. Beside stages of a schedule are replicas, tensor ranks or context ranks.
-Modules leave out a kind in turn, and of the layouts and schedules of one kind they take one in turn, which differ in
-their numbers, or in the order of the same segments.
+of Hugging Face in one and under one; another form of a module, with logits, recomputed or as a classifier, in no layout
+of its own), and one module in every *three* values of the five. Kinds of layout: stages alone; context ranks without
+stages; replicas or context ranks beside tensor ranks. Beside stages of a schedule are replicas, tensor ranks or context
+ranks. Modules leave out a kind in turn, and of the layouts and schedules of one kind they take one in turn, which
+differ in their numbers, or in the order of the same segments.
 """
 
 from __future__ import annotations
@@ -121,29 +121,36 @@ def is_another_form(module: str) -> bool:
     return name in ZOO and form in ("logits", "recomputed", "classifier")
 
 
-def _all_but_one(kinds: Sequence[tuple[str, ...]], turn: int) -> list[tuple[str, ...]]:
-    return [kind for place, kind in enumerate(kinds) if place != turn % len(kinds)]
+def _in_turn(kinds: Sequence[tuple[str, ...]], turn: int, count: int) -> list[tuple[str, ...]]:
+    return [kinds[(turn + 1 + place) % len(kinds)] for place in range(count)]
 
 
 def kinds_of_schedule(module: str) -> int:
     """How many of them the table has a module under."""
-    return 1 if module.startswith("hf_") else len(KINDS_OF_SCHEDULE) - 1
+    return _kinds(module, KINDS_OF_SCHEDULE)
+
+
+def kinds_of_layout(module: str) -> int:
+    """How many of them the table has a module in, without another schedule."""
+    return 0 if is_another_form(module) else _kinds(module, LAYOUTS_OF_ONE_SCHEDULE)
+
+
+def _kinds(module: str, kinds: Sequence[tuple[str, ...]]) -> int:
+    return 1 if module.startswith("hf_") else len(kinds) - 1
 
 
 def everything() -> Iterator[Row]:
     """Every module in two kinds of layouts and of schedules, and one module in any three values of the settings."""
     cycle = itertools.cycle(itertools.product(CLIPS, ACCUMULATE, MICRO_BATCHES))
     for turn, module in enumerate(ZOO):
-        kinds = () if is_another_form(module) else _all_but_one(LAYOUTS_OF_ONE_SCHEDULE, turn)
-        for layouts in kinds:
+        for layouts in _in_turn(LAYOUTS_OF_ONE_SCHEDULE, turn, kinds_of_layout(module)):
             layout = layouts[turn % len(layouts)]
             schedule = SCHEDULES[turn // len(STAGES) % len(SCHEDULES)] if layout in STAGES else "1f1b"
             clip, accumulate, micro_batch = next(cycle)
             yield Row(module, layout, schedule, clip, accumulate, 0 if "cp" in layout else micro_batch)
         first = turn % len(TWO_STAGES)
         round_ = turn // len(TWO_STAGES)
-        several = _all_but_one(KINDS_OF_SCHEDULE, round_)
-        kinds = several if kinds_of_schedule(module) > 1 else [KINDS_OF_SCHEDULE[round_ % len(KINDS_OF_SCHEDULE)]]
+        kinds = _in_turn(KINDS_OF_SCHEDULE, round_, kinds_of_schedule(module))
         schedules = [kind[turn % len(kind)] for kind in kinds]
         yield from further(module, schedules, TWO_STAGES[first:] + TWO_STAGES[:first], cycle)
     modules = ("nanogpt", "torch_encoder", "hf_llama")

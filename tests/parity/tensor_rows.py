@@ -311,7 +311,7 @@ def options() -> list[TensorRow]:
     recompute = ("'full'", "'selective'", "{'every': 2}", "['*.mlp']")
     compiled = ("compiled", "compiled_wrapped", "compiled_recomputed")
     schedules = ("gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
-    other_orders = ("1f1b", "interleaved", "zb-v")  # the others call the same pieces
+    other_orders = ("1f1b", "zb-v")  # the others call the same pieces
     custom = [TensorRow("custom", 4), TensorRow("custom", 2, 2), TensorRow("custom", 2, 1, 2, sequence=True)]
     return [
         *custom,
