@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.callbacks import MemoryTimeline
@@ -98,8 +98,12 @@ def too_large(info: RankInfo, sizes: dict[str, Any], where: str, kind: str = "kn
     _fit(_trainer(info, sizes, []), module)
 
 
-def penalised(info: RankInfo, sizes: dict[str, Any]) -> list[float]:
-    """Losses of a step that differentiates within itself."""
-    losses = Losses()
-    _fit(_trainer(info, sizes, [losses]), Penalised(replace(CONFIGS["llama"], vocabulary=256, intermediate=128)))
-    return losses.seen
+def penalised(info: RankInfo, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Weights, on rank 0, behind steps that differentiate within themselves."""
+    trainer = _trainer(info, sizes, [])
+    shares = trainer.strategy.distributed_sampler_kwargs
+    sampler = DistributedSampler(Rows(), shuffle=False, **shares)
+    loader = DataLoader(Rows(), BATCH // shares["num_replicas"], sampler=sampler)
+    trainer.fit(Penalised(replace(CONFIGS["llama"], vocabulary=256, intermediate=128)), loader, loader)
+    weights: dict[str, Any] = trainer.strategy.full_state_dict()
+    return weights
