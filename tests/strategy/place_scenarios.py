@@ -167,12 +167,47 @@ class InLongLists(Places):
         return [self.losses[LONG:], self.words_seen[::100]]
 
 
-PLACES = {kind.__name__: kind for kind in (InArrays, OnTrainer, OnCallback, OnData, OnFunction, InLongLists)}
+class UnderNewKeys(Places):
+    """Counts under a key of each step, and in an attribute that a later step makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = dict[int, int]()
+
+    def scales(self, words: Tensor) -> Any:
+        return 1 + self.calls.get(self.global_step, 0) + getattr(self, "late", 0)
+
+    def keep(self, words: Tensor, loss: float) -> None:
+        self.calls[self.global_step] = self.calls.get(self.global_step, 0) + 1
+        if self.global_step >= 1:
+            self.late = getattr(self, "late", 0) + 1
+
+    def found(self) -> Any:
+        return [self.calls, self.late]
+
+
+class UnderKeyOfLoss(UnderNewKeys):
+    """Keeps a loss, once a hook has said so."""
+
+    warm = False
+
+    def keep(self, words: Tensor, loss: float) -> None:
+        if self.warm:
+            self.calls[7] = loss  # type: ignore[assignment]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.warm = True
+
+
+PLACES = {
+    kind.__name__: kind for kind in (InArrays, OnTrainer, OnCallback, OnData, OnFunction, InLongLists, UnderNewKeys)
+}
+REFUSED = {"UnderKeyOfLoss": UnderKeyOfLoss}
 
 
 def kept_there(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
     """What every rank has kept in the end, and the weights."""
-    trainer, module = trainer_for(info, layout, arguments, max_epochs=1), PLACES[name]()
+    trainer, module = trainer_for(info, layout, arguments, max_epochs=1), {**PLACES, **REFUSED}[name]()
     trainer.fit(module, datamodule=Levels(module) if name == "OnData" else None)
     weights = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
     return {

@@ -27,6 +27,12 @@ def test_steps_go_on_from_what_they_keep_in_unusual_places(layout: Layout, argum
         assert not found, f"rank {outcome.rank}: " + "\n".join(found[:10])
 
 
+def test_unlike_values_under_a_key_that_a_later_step_makes_are_refused() -> None:
+    for outcome in run_trainers(kept_there, (1, 1), "UnderKeyOfLoss", {}, devices=1, check=False):
+        assert outcome.error is not None
+        assert "writes `calls.7`, which it did not write in the steps" in outcome.error, outcome.error
+
+
 def test_what_was_appended_to_a_long_list_or_a_full_deque_is_found_at_once() -> None:
     numbers = [0.0] * 100_000
     assert tail_of(numbers, [*numbers, 1.0, 2.0]) == [1.0, 2.0]

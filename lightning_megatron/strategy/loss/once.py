@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from lightning_megatron.mesh.autograd import version_of
 from lightning_megatron.mesh.draws.given_again import Replayed, State, set_state
 from lightning_megatron.mesh.messages.late import LateAnswer
 from lightning_megatron.mesh.parts.names import Parts
-from lightning_megatron.pipeline.elsewhere.absent import Absent
-from lightning_megatron.pipeline.elsewhere.away import Away, source_of
+from lightning_megatron.pipeline.elsewhere.away import source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.undo import (
     LISTS,
@@ -43,13 +41,10 @@ from lightning_megatron.strategy.loss.tables import (
     found_again,
     spelled,
 )
-from lightning_megatron.strategy.loss.traces import as_it_is
+from lightning_megatron.strategy.loss.traces import as_it_is, is_as_marked, mark_of
 from lightning_megatron.strategy.loss.written import LOSS, are_unlike, is_anew, kind_of_new, sum_of_all, tail_of
 
 _NEW = "new"
-_SHORT = 64  # entries of a list that are compared one by one
-
-_SMALL = 1 << 16  # bytes of an array that is compared
 
 _ARRAYS: PerClass[bool] = PerClass(is_kind_of_array)
 _WATCHED: PerClass[bool] = PerClass(lambda kind: issubclass(kind, (*NUMBERS, Tensor)) or kind is list or _ARRAYS[kind])
@@ -111,6 +106,7 @@ class OncePerBatch:
         self._step, self._may_run_again, self.unforeseen = step, may_run_again, ""
         self._root, self._slots, self._tables = root, [_Slot(*slot) for slot in slots], tables
         self._watched: list[tuple[Any, Any, Any, Any]] = []
+        self._keys: list[tuple[Any, set[Any]]] = []
         self._runs = 0
         self._hooks: KeptHooks | None = None
         self._unlike: list[tuple[str, Any, LateAnswer]] = []
@@ -154,7 +150,7 @@ class OncePerBatch:
         written = {(id(slot.values), slot.key) for slot in self._slots}
         lists = {id(slot.start[0]) for slot in self._slots if slot.key is None}
         self._watched = [
-            (table.values, key, value, _mark(value) if _MARKED[value.__class__] else None)
+            (table.values, key, value, mark_of(value) if _MARKED[value.__class__] else None)
             for table in (self._tables if len(parts) > 1 else ())
             for key, value in table.values.items()
             if _WATCHED[value.__class__]
@@ -162,6 +158,7 @@ class OncePerBatch:
             and (not lists or id(value) not in lists)
             and key not in NOT_USERS
         ]
+        self._keys = [(table.values, set(table.values)) for table in (self._tables if len(parts) > 1 else ())]
 
     def put_back(self, turn: int) -> None:
         """Before a run: set what is written in it as it was.
@@ -231,9 +228,9 @@ class OncePerBatch:
             RuntimeError: in place and by a later micro-batch than the first; what it was before is not known any more.
         """
         known = len(self._slots)
-        for values, key, value, inside in self._watched if count > 1 else ():
+        for values, key, value, inside in [*self._watched, *self._new_keys()] if count > 1 else ():
             now = values[key] if key in values else MISSING  # noqa: SIM401  # a call less for each, in every micro-batch
-            if now is value and (inside is None or _is_as_marked(now, inside)):
+            if now is value and (inside is None or is_as_marked(now, inside)):
                 continue
             passing = isinstance(now, list) and key not in appended_names(type(self._root)) and has_graph(now)
             if passing or source_of((value, now)) is not None:
@@ -249,6 +246,14 @@ class OncePerBatch:
             self._slots.append(slot)
         if len(self._slots) > known:
             self._watched = [entry for entry in self._watched if not self._has(entry[0], entry[1])]
+
+    def _new_keys(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Of attributes and of entries of dictionaries that were not there at the start of the batch."""
+        for values, keys in self._keys:
+            for key in () if values.keys() <= keys else values.keys() - keys:
+                kept = _WATCHED[values[key].__class__] and key not in NOT_USERS and not has_graph(values[key])
+                if kept and not self._has(values, key):
+                    yield values, key, MISSING, None
 
     def _refuse(self, name: str, key: Any, *, known: bool = False) -> None:
         if not self._may_run_again:
@@ -380,21 +385,3 @@ class OnceAround(OncePerBatch):
         """Set what a run has left that is the same for all, after it was undone."""
         for slot, value in alike:
             self._set(slot, value, slot.values.get(slot.key, MISSING))
-
-
-def _mark(value: Any) -> Any:
-    """A mark that changes when a value is written to in place."""
-    if isinstance(value, Tensor):
-        elsewhere = value.__class__ is Absent or value.__class__ is Away  # another stage judges it
-        return None if elsewhere or value.is_inference() else value._version
-    if isinstance(value, list):
-        return value.copy() if len(value) <= _SHORT else len(value)
-    return value.copy() if value.ndim and value.nbytes <= _SMALL else None
-
-
-def _is_as_marked(value: Any, mark: Any) -> bool:
-    if isinstance(mark, list):
-        return len(value) == len(mark) and all(map(is_, value, mark))
-    if _ARRAYS[mark.__class__]:
-        return bool(value.shape == mark.shape and value.tobytes() == mark.tobytes())
-    return bool(_mark(value) == mark)

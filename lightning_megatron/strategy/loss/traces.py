@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torchmetrics import Metric
 from lightning_megatron.data_parallel.windows.window import Window, disguised
 from lightning_megatron.mesh.draws.given_again import state_of
 from lightning_megatron.mesh.parts.names import Parts, outwards, parent
-from lightning_megatron.pipeline.elsewhere.away import STATE, source_of
+from lightning_megatron.pipeline.elsewhere.absent import Absent
+from lightning_megatron.pipeline.elsewhere.away import STATE, Away, source_of
 from lightning_megatron.pipeline.elsewhere.containers import MISSING
 from lightning_megatron.pipeline.elsewhere.reachable import LONG
 from lightning_megatron.pipeline.elsewhere.undo import LISTS, Kept, has_graph, has_plain_only, is_array, is_equal
@@ -41,6 +43,8 @@ from lightning_megatron.strategy.loss.tables import (
     wrap_iterators,
 )
 
+_SHORT = 64  # entries of a list that are compared one by one
+_SMALL = 1 << 16  # bytes of an array that is compared
 _IMMUTABLE = frozenset((*NUMBERS, type(None)))
 
 Changes = dict[Name, tuple[Any, Any]]
@@ -257,6 +261,25 @@ def as_it_is(value: Any) -> Any:
     if isinstance(value, LISTS) or is_array(value):
         return value.copy()
     return state_of(value) or value
+
+
+def mark_of(value: Any) -> Any:
+    """Mark of a tensor, list or array that changes when it is written to in place."""
+    if isinstance(value, Tensor):
+        elsewhere = value.__class__ is Absent or value.__class__ is Away  # another stage judges it
+        return None if elsewhere or value.is_inference() else value._version
+    if isinstance(value, list):
+        return value.copy() if len(value) <= _SHORT else len(value)
+    return value.copy() if value.ndim and value.nbytes <= _SMALL else None
+
+
+def is_as_marked(value: Any, mark: Any) -> bool:
+    """Whether a value still has the mark that :func:`mark_of` gave it."""
+    if isinstance(mark, list):
+        return len(value) == len(mark) and all(map(is_, value, mark))
+    if is_array(mark):
+        return bool(value.shape == mark.shape and value.tobytes() == mark.tobytes())
+    return bool(mark_of(value) == mark)
 
 
 def _is_plain(value: Any) -> bool:

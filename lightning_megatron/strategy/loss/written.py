@@ -287,6 +287,8 @@ def kind_of_new(before: Any, left: Sequence[Any]) -> str:
     """
     if all(is_equal(now, left[-1]) for now in left):
         return "same"
+    if before is MISSING and sum(now is not MISSING for now in left) == 1:
+        return "once"
     lists = all(isinstance(each, list) for each in (before, *left))  # some may not be there, and others be of a kind
     appended = lists and all(len(tail_of(before, now) or ()) == 1 for now in left)
     return LOSS if appended else ""
