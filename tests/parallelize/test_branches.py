@@ -1,4 +1,4 @@
-"""Branches that a trial has not run, in the code that views an attention's tensors."""
+"""What a run of the user's code has not reached, and which weights it has used beside their layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from lightning_megatron.parallelize.reading.weight_uses import WeightUses
 from lightning_megatron.parallelize.trial.branches import LinesRun
 
 
@@ -79,3 +82,40 @@ def test_code_that_views_nothing_may_leave_out_branches():
     with LinesRun() as lines:
         one_of(Viewed(), SimpleNamespace(), "")
     assert lines.is_complete([plain.__code__], {"view"})
+
+
+class Uses(nn.Module):
+    """Code beside a layer that uses its weight.
+
+    Args:
+        use: what it does.
+    """
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.layer, self.use = nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.use(x, self.layer.weight)
+        found: Tensor = self.layer(x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("use", "used"),
+    [
+        (lambda x, weight: weight.new_tensor(range(3)), False),
+        (lambda x, weight: weight.new_zeros(2, 3), False),
+        (lambda x, weight: x.to(weight), False),
+        (lambda x, weight: x.type_as(weight), False),
+        (lambda x, weight: weight.dtype, False),
+        (lambda x, weight: weight.to(x.dtype), True),
+        (lambda x, weight: torch.zeros_like(weight), True),
+        (lambda x, weight: weight.shape, True),
+    ],
+)
+def test_a_weight_that_lends_its_dtype_is_not_used(use, used):
+    module = Uses(use)
+    with WeightUses(module, ["layer"]) as uses:
+        module(torch.ones(2, 4))
+    assert uses.used == ({"layer.weight"} if used else set())

@@ -25,6 +25,7 @@ _SAYS_NOTHING = frozenset(
     (
         *("dtype", "device", "layout", "requires_grad", "requires_grad_", "is_leaf", "ndim", "dim", "grad", "grad_fn"),
         *("is_floating_point", "is_complex", "element_size", "is_contiguous", "data_ptr", "untyped_storage", "names"),
+        *("new", "new_tensor", "new_empty", "new_full", "new_ones", "new_zeros"),
         *("is_cuda", "is_meta", "is_quantized", "is_sparse", "is_cpu", "is_nested", "is_mps", "is_xpu", "retains_grad"),
         *(
             "_backward_hooks",
@@ -40,6 +41,8 @@ _SAYS_NOTHING = frozenset(
     )
 )
 """Attributes and methods that say the same of a part as of the whole."""
+_AS_ANOTHER = frozenset(("to", "type_as"))
+"""Methods that take dtype and device of a tensor that they are given besides their own."""
 _OTHER_VIEWS = frozenset(("data", "detach"))
 _BY_ENTRY = frozenset(("mul_", "add_", "sub_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_", "fill_", "neg_"))
 """Methods that write each entry from that entry alone, where no other tensor is given: a part as the whole."""
@@ -75,7 +78,8 @@ class WeightUses(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if said in _SAYS_NOTHING:
             return result
-        given = [value for value in tree_leaves((args, kwargs or {})) if isinstance(value, Tensor)]
+        read = args[:1] if said in _AS_ANOTHER else (args, kwargs or {})
+        given = [value for value in tree_leaves(read) if isinstance(value, Tensor)]
         for value in given:
             known = self._held.get(id(value))
             if known is None or not _is_foreign(sys._getframe(1), known[1]):
