@@ -22,8 +22,6 @@ from lightning_megatron.parallelize.reading.replay import Replay
 from lightning_megatron.parallelize.trial.local_sizes import keep_returned
 from lightning_megatron.parallelize.trial.training import NoDropout, has_numbers
 
-Run = Callable[[Callable[[nn.Module], Any], bool], Any]
-
 
 class Afterwards:
     """Result of a module, and the products of one of its layers on the way there.
@@ -83,12 +81,12 @@ class Afterwards:
 
     def _recorded(self, training: bool) -> tuple[list[Tensor], list[Any]] | None:
         """Products of the layer and what the module returns; ``None`` if it returns something else the next time."""
-        first, second = self._run(training, 0), self._run(training, 0)
+        first, second = self._run(training), self._run(training)
         if first is None or second is None or len(first[1]) != len(second[1]):
             return None
         return first if all(map(self._alike, second[1], first[1])) else None
 
-    def _run(self, training: bool, seed: int) -> tuple[list[Tensor], list[Any]] | None:
+    def _run(self, training: bool) -> tuple[list[Tensor], list[Any]] | None:
         products: list[Tensor] = []
         kept: list[Any] = []
 
@@ -100,7 +98,7 @@ class Afterwards:
 
         try:
             with torch.no_grad(), NoDropout():
-                returned = self._replay.run(watch, training=training, seed=seed)[1]
+                returned = self._replay.run(watch, training=training)[1]
         except Exception:  # code that cannot run so here: it is not compared
             return None
         return products, [

@@ -19,6 +19,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Collection, Iterator
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -78,12 +79,15 @@ def _loaded_by_hooks(owner: Any, kind: type) -> Iterator[str]:
     """Names of attributes that hooks load, and the words that they give ``getattr``."""
     named = [hook for hook in dir(kind) if hook.startswith(_HOOKS) and callable(getattr(kind, hook))]
     for hook in (hook for hook in named if is_overridden(hook, owner, parent=kind)):
-        for code in (each for function in functions_of(owner, hook) for each in codes_in(function.__code__)):
-            for step in instructions_of(code):
-                if step.opname in ("LOAD_ATTR", "LOAD_METHOD") or (
-                    isinstance(step.argval, str) and step.opname == "LOAD_CONST"
-                ):
-                    yield step.argval
+        for function in functions_of(owner, hook):
+            yield from _loaded_by(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded_by(code: CodeType) -> frozenset[str]:
+    steps = [step for each in codes_in(code) for step in instructions_of(each)]
+    names = {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    return frozenset(names | {s.argval for s in steps if s.opname == "LOAD_CONST" and isinstance(s.argval, str)})
 
 
 def _module_above(root: nn.Module, owner: str) -> tuple[str, nn.Module]:
