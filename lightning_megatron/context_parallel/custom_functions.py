@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.context_parallel.token_shards import TokenShards
@@ -155,7 +156,8 @@ def _run(
     """Outputs with ``rows`` tokens, and gradients of the arguments; nothing for outputs of another kind."""
     copies = [value.clone() if isinstance(value, Tensor) else value for value in given]  # a leaf cannot be written
     devices = [value.device for value in given if isinstance(value, Tensor) and value.is_cuda][:1]
-    with torch.random.fork_rng(devices):
+    own = saved_tensors_hooks(_as_it_is, _as_it_is)  # a trial of the loss keeps nothing for a backward, as here is one
+    with torch.random.fork_rng(devices), own:
         torch.manual_seed(7)
         found = call(*copies)
     if any(value._version for value in copies if isinstance(value, Tensor)):
@@ -176,6 +178,10 @@ def _run(
         for index, grad in zip(wanted, told, strict=True):
             grads[index] = grad
     return [output.detach() for output in outputs], grads
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _weights(output: Tensor, dim: int, span: tuple[int, int]) -> Tensor:
