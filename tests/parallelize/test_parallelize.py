@@ -208,12 +208,12 @@ def test_plan_shows_what_was_adapted_and_what_had_to_be_gathered(mesh):
     torch.manual_seed(0)
     from_input = parallelize(NanoGPT(CausalSelfAttention), mesh).explain()
     from_attribute = parallelize(NanoGPT(HeadwiseAttention), mesh).explain()
-    by_views = parallelize(hugging_face("codegen"), mesh).explain()
+    unrun = parallelize(hugging_face("codegen"), mesh).explain()  # a branch keeps its cache
     gathered = parallelize(ReturnsColumns(), mesh, example=torch.randn(2, 3, 8)).explain()
     assert "sees the local width" in from_input and "sees the local width" not in from_attribute
     for text in (from_input, from_attribute):
         assert "packed_colwise" in text and "n_head=2" in text and "n_embd=16" in text and "split_input" not in text
-    assert "split_input" not in by_views
+    assert "rowwise_split_input" in unrun
     assert "rowwise_split_input" in gathered and "gathered:" in gathered
 
 

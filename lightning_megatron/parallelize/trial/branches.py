@@ -19,17 +19,15 @@ from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
-from lightning_megatron.mesh.parts.packages import HUGGING_FACE, PACKAGE, package_of
+from lightning_megatron.mesh.parts.packages import PACKAGE, package_of
 
-_KNOWN = frozenset(("torch", PACKAGE, *HUGGING_FACE))
-"""Packages whose code is not looked at; models of Hugging Face keep heads in caches, which take them as they come."""
 _KEEPS = frozenset(("append", "extend", "insert", "add", "update", "setdefault", "copy_", "register_buffer"))
 _STORES = frozenset(("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "YIELD_VALUE"))
 _PACKS = frozenset(("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"))  # `return x, (k, v)`
 
 
 class LinesRun:
-    """Collects the lines of the user's code that run in a ``with`` statement."""
+    """Collects the lines of Python that run in a ``with`` statement, but torch's and this package's."""
 
     def __init__(self) -> None:
         self._lines: dict[CodeType, set[int]] = {}
@@ -45,11 +43,11 @@ class LinesRun:
         sys.settrace(self._before)
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if package_of(frame) in _KNOWN:
+        if package_of(frame) in ("torch", PACKAGE):
             return None
         code, caller = frame.f_code, frame.f_back
         self._lines.setdefault(code, {code.co_firstlineno}).add(frame.f_lineno)
-        while caller is not None and package_of(caller) in _KNOWN:
+        while caller is not None and package_of(caller) in ("torch", PACKAGE):
             caller = caller.f_back
         if caller is not None:
             self._callers.setdefault(code, set()).add(caller.f_code)
