@@ -54,6 +54,16 @@ def one_of(x: Any, layer: Any, kind: str) -> Any:
     return q
 
 
+def checked(x: Any, layer: Any, kind: str) -> Any:
+    """A branch that may raise on its way."""
+    q = heads(x)
+    if kind:
+        if kind == "raises":
+            raise ValueError(kind)
+        layer.kept = q
+    return q
+
+
 class Viewed:
     """Something with views."""
 
@@ -67,6 +77,7 @@ class Viewed:
     [
         (lambda: attend(Viewed(), SimpleNamespace(), ""), False),
         (lambda: plain(Viewed(), ""), True),
+        (lambda: checked(Viewed(), SimpleNamespace(), ""), False),
         (lambda: one_of(Viewed(), SimpleNamespace(), ""), False),
         (lambda: one_of(Viewed(), SimpleNamespace(), "kept"), True),
         (lambda: (one_of(Viewed(), SimpleNamespace(), "kept"), one_of(Viewed(), SimpleNamespace(), "")), True),

@@ -88,7 +88,7 @@ class LinesRun:
 
 
 def _tells(branch: list[dis.Instruction], names: Collection[str]) -> bool:
-    if any(each.opname == "RAISE_VARARGS" for each in branch):
+    if branch[-1].opname == "RAISE_VARARGS":  # one in the midst of it may be passed by
         return False
     loads = {each.argval for each in branch if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")}
     returns = any(one.opname in _PACKS and other.opname == "RETURN_VALUE" for one, other in pairwise(branch))
