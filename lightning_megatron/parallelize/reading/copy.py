@@ -47,8 +47,8 @@ def copy_of(module: nn.Module, replacements: Mapping[int, Any] | None = None) ->
     """
     parts = _with_owners_of_hooks(module)
     memo: dict[int, Any] = {id(owner): owner for owner in _not_owned(parts)}
-    memo |= _tensors(parts)
-    functions = _Functions(_functions([vars(part) for part in parts]))
+    memo |= _tensors(parts) | _empty_tables(parts)
+    functions = _Functions(_functions([value for part in parts for value in vars(part).values() if _may_hold(value)]))
     memo |= functions.twins | dict(replacements or {})
     try:
         copied = copy.deepcopy(module, attempt := dict(memo))
@@ -104,6 +104,12 @@ def _tensors(parts: Iterable[nn.Module]) -> dict[int, Any]:
             if isinstance(leaf, Tensor) and id(leaf) not in copies and (twin := _tensor(leaf, storages)) is not None:
                 copies[id(leaf)] = twin
     return copies
+
+
+def _empty_tables(parts: Iterable[nn.Module]) -> dict[int, Any]:
+    """By id, a twin of every empty table of hooks: a module has ten, which `deepcopy` would take longest for."""
+    values = [value for part in parts for value in vars(part).values() if type(value) is OrderedDict and not value]
+    return {id(value): OrderedDict() for value in values}
 
 
 def _may_hold(value: Any) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -212,17 +213,23 @@ class _Bench:
 
     def _depends(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether the indices of a dim go with the features of the output, and with those of the input."""
-        hold = holding(self._norms)
-        change, middle = _both(_changing(name, dim), hold), self._sizes[0] // 2
+        change = _both(_changing(name, dim), holding(self._norms))
         changed = self._run(self._x, change)
         if changed is None or self._whole is None:
             return False, False
         where = (changed - self._whole).abs().amax((0, 1)) > 0
-        of_output = bool(where.any()) and not bool(where[: self._sizes[1] // 2].any())
+        if not where.any():
+            return False, False
+        same = [self._same(self._run(x, change), before) for x, before in self._of_halves]
+        return not bool(where[: self._sizes[1] // 2].any()), same == [True, False]
+
+    @cached_property
+    def _of_halves(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The input with one half of its features only, and what comes of it before any change."""
         first, second = self._x.clone(), self._x.clone()
+        middle = self._sizes[0] // 2
         first[..., middle:], second[..., :middle] = 0, 0
-        same = [self._same(self._run(x, change), self._run(x, hold)) for x in (first, second)]
-        return of_output, bool(where.any()) and same == [True, False]
+        return [(x, self._run(x, holding(self._norms))) for x in (first, second)]
 
     def _adds_up(self, cut: Divisible, zeros: Tensor) -> bool:
         """Whether halves by output are halves of the output, and halves by input add up to it."""

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.lightning.one_step import (
     one_step_trainer,
     own_rank_afterwards,
 )
+from lightning_megatron.strategy.memory.ledger import gradients_of
 from lightning_megatron.strategy.rehearsed import Communication, Rehearsal
 from lightning_megatron.tools.rehearsal.meter import MemoryMeter, bytes_of
 from lightning_megatron.tools.rehearsal.neighbours import PaperWorld
@@ -119,11 +120,7 @@ def _shards(strategy: Any) -> list[Tensor]:
 
 def _gradients(strategy: Any, module: LightningModule) -> list[Tensor]:
     """All tensors that hold gradients, in buckets or in ``.grad``."""
-    gradients = strategy.run.engine.model_gradients
-    return [
-        *_tensors(gradients.buckets or gradients.local),
-        *(p.grad for p in module.parameters() if p.grad is not None),
-    ]
+    return list(gradients_of(module.parameters(), strategy.run.engine.model_gradients))
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
