@@ -16,6 +16,7 @@ from types import CodeType
 
 from torch import nn
 
+from lightning_megatron.mesh.parts.bytecode import names_in as names_used
 from lightning_megatron.mesh.parts.names import leaf_of, parent
 from lightning_megatron.mesh.parts.packages import FRAMEWORKS, comes_from
 from lightning_megatron.mesh.parts.syntax import definition_in
@@ -45,7 +46,7 @@ def _loops(kind: type, leaf: str) -> bool:
     codes = (
         getattr(inspect.unwrap(method), "__code__", None) for method in methods.values() if inspect.isfunction(method)
     )
-    return any(leaf in _gone_through(code) for code in codes if code is not None)
+    return any(leaf in names_used(code) and leaf in _gone_through(code) for code in codes if code is not None)
 
 
 @functools.lru_cache(maxsize=4096)

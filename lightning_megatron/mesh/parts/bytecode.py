@@ -5,6 +5,7 @@ files are, so no answer names a file::
 
     names_in(code)         ("net", "log", "cross_entropy")      global names and attributes, inner functions included
     operations_in(code)    {"LOAD_FAST", "LOAD_ATTR", ...}      names of the instructions, without taking them apart
+    stored_by(code, "STORE_ATTR")    ("loss", "seen")           names that an instruction stores under, likewise
     instructions_of(code)  (Instruction(opname="RESUME", ...), ...)
 """
 
@@ -30,6 +31,23 @@ def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
 def operations_in(code: CodeType) -> frozenset[str]:
     """Names of the instructions of a code, without those of functions in it."""
     return frozenset(dis.opname[each] for each in code.co_code[::2])  # two bytes each, and so are the caches between
+
+
+@functools.lru_cache(maxsize=_MANY)
+def stored_by(code: CodeType, operation: str) -> tuple[str, ...]:
+    """Names under which instructions of one kind store, each once and in order, without those of functions in a code.
+
+    Args:
+        code: of a function.
+        operation: ``"STORE_ATTR"`` or ``"STORE_GLOBAL"``, whose argument is the place of a name.
+    """
+    wanted, found, higher = dis.opmap[operation], list[str](), 0
+    for instruction, lowest in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = higher | lowest
+        higher = argument << 8 if instruction == dis.EXTENDED_ARG else 0
+        if instruction == wanted:
+            found.append(code.co_names[argument])
+    return tuple(dict.fromkeys(found))
 
 
 @functools.lru_cache(maxsize=_MANY)

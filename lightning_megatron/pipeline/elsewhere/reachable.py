@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lightning_megatron.mesh.parts.bytecode import instructions_of, operations_in
+from lightning_megatron.mesh.parts.bytecode import instructions_of, stored_by
 from lightning_megatron.mesh.parts.packages import is_library, module_of
 from lightning_megatron.pipeline.elsewhere.containers import (
     HOOKS,
@@ -302,17 +302,14 @@ def attributes_set_by(module: nn.Module) -> set[str]:
 @functools.cache
 def attributes_set_in(code: types.CodeType) -> frozenset[str]:
     """Attributes that code sets, of whatever object."""
-    steps = instructions_of(code) if "STORE_ATTR" in operations_in(code) else ()
-    found = {step.argval for step in steps if step.opname == "STORE_ATTR"}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found.union(*map(attributes_set_in, inner)))
+    return frozenset(stored_by(code, "STORE_ATTR")).union(*map(attributes_set_in, inner))
 
 
 @functools.cache
 def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Global names, and attributes of them, that code mentions; and the global names that it assigns."""
-    steps = instructions_of(code) if "STORE_GLOBAL" in operations_in(code) else ()
-    stored = [step.argval for step in steps if step.opname == "STORE_GLOBAL"]
+    stored = [*stored_by(code, "STORE_GLOBAL")]
     names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -185,7 +185,7 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
     of the same object, and the user's functions.
     """
     seen: set[types.CodeType] = set()
-    tables = _tables(owner)
+    called = _Methods(owner)
     waiting = [getattr(owner, hook)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
@@ -198,8 +198,7 @@ def may_call(owner: Any, hook: str, names: Collection[str]) -> bool:
         used = names_in(code)
         if any(name in names for name in used):
             return True
-        methods = _methods_called(owner, used, tables)
-        waiting += [method for method in methods if isinstance(method, types.FunctionType)]
+        waiting += [method for method in called.by(used) if isinstance(method, types.FunctionType)]
         waiting += _named_by(function, used)
     return False
 
@@ -214,7 +213,7 @@ def names_used(owner: Any, hook: str) -> set[str]:
 def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
     """The functions of a hook of a module or callback: its own, and those of the user's code that they name."""
     found: dict[types.CodeType, types.FunctionType] = {}
-    waiting, tables = [getattr(owner, hook)], _tables(owner)
+    waiting, called = [getattr(owner, hook)], _Methods(owner)
     while waiting:
         function = inspect.unwrap(waiting.pop())
         function = getattr(function, "__func__", function)
@@ -223,7 +222,7 @@ def functions_of(owner: Any, hook: str) -> list[types.FunctionType]:
             continue
         found[code] = function
         names = names_in(code)
-        named = _methods_called(owner, names, tables)
+        named = called.by(names)
         waiting += [each for each in named if isinstance(each, types.FunctionType) and _is_foreign(each)]
         waiting += _named_by(function, names)
     return list(found.values())
@@ -250,19 +249,29 @@ def _enclosed(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _tables(owner: Any) -> list[Mapping[str, Any]]:
-    """Tables in which attributes of an object are found by name."""
-    kinds = (*type(owner).__mro__, *(owner.__mro__ if isinstance(owner, type) else ()))
-    return [getattr(owner, "__dict__", {}), *(vars(kind) for kind in kinds)]
+class _Methods:
+    """Functions among the attributes of an object and of its classes.
 
+    Args:
+        owner: the object.
+    """
 
-def _methods_called(owner: Any, names: Collection[str], tables: list[Mapping[str, Any]]) -> Iterator[Any]:
-    """Functions of an object by name, and with ``super`` those of the classes above it, for ``super().name``."""
-    above = [vars(kind) for kind in type(owner).__mro__ if _is_foreign(kind)] if "super" in names else []
-    for name in names:
-        if any(isinstance(table.get(name), types.FunctionType) for table in tables):
-            yield inspect.getattr_static(owner, name, None)
-            yield from (table.get(name) for table in above)
+    def __init__(self, owner: Any) -> None:
+        kinds = (*type(owner).__mro__, *(owner.__mro__ if isinstance(owner, type) else ()))
+        self._owner = owner
+        self._tables: list[Mapping[str, Any]] = [getattr(owner, "__dict__", {}), *(vars(kind) for kind in kinds)]
+        self._attributes = set[str]().union(*self._tables)
+
+    def by(self, names: Collection[str]) -> Iterator[Any]:
+        """Those of these names, and with ``super`` those of the classes above as well, for ``super().name``."""
+        kinds = type(self._owner).__mro__ if "super" in names else ()
+        above = [vars(kind) for kind in kinds if _is_foreign(kind)]
+        for name in names:
+            if name not in self._attributes:
+                continue
+            if any(isinstance(table.get(name), types.FunctionType) for table in self._tables):
+                yield inspect.getattr_static(self._owner, name, None)
+                yield from (table.get(name) for table in above)
 
 
 def takes_second_gradients(module: pl.LightningModule) -> bool:
