@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_megatron.mesh.parts import bytecode
-from lightning_megatron.mesh.parts.bytecode import codes_in, instructions_of, names_in, operations_in
+from lightning_megatron.mesh.parts.bytecode import codes_in, instructions_of, names_in, operations_in, stored_by
 
 
 def _codes() -> Iterator[types.CodeType]:
@@ -22,6 +22,15 @@ def _codes() -> Iterator[types.CodeType]:
 def test_operations_are_the_names_of_all_instructions() -> None:
     for code in _codes():
         assert operations_in(code) == {step.opname for step in dis.get_instructions(code, show_caches=True)}
+
+
+@pytest.mark.parametrize("operation", ["STORE_ATTR", "STORE_GLOBAL"])
+def test_stored_names_are_those_of_the_instructions(operation: str) -> None:
+    many = "def f(x):\n    global g\n    g = 1\n" + "".join(f"    x.a{each} = x.b{each}\n" for each in range(300))
+    long = compile(many, "many.py", "exec").co_consts[0]  # places of names that take more than a byte
+    for code in (*_codes(), long):
+        steps = [step.argval for step in dis.get_instructions(code) if step.opname == operation]
+        assert stored_by(code, operation) == tuple(dict.fromkeys(steps))
 
 
 def test_names_are_those_of_inner_functions_as_well() -> None:

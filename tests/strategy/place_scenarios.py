@@ -126,6 +126,28 @@ class OnData(Places):
         return self.trainer.datamodule.level  # type: ignore[attr-defined]
 
 
+class ForLater(Places):
+    """Keeps what nothing reads: in a list of the Trainer, and under a key of each step in dictionaries of its data."""
+
+    def on_fit_start(self) -> None:
+        self.trainer.datamodule.words = {}  # type: ignore[attr-defined]
+
+    def scales(self, words: Tensor) -> Any:
+        return 1.0
+
+    def keep(self, words: Tensor, loss: float) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(self.trainer, "losses"):
+            self.trainer.losses, data.losses = [], {}  # type: ignore[attr-defined]
+        self.trainer.losses.append(loss)  # type: ignore[attr-defined]
+        data.losses[self.global_step] = loss
+        data.words[self.global_step] = int((words > 8).sum())
+
+    def found(self) -> Any:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        return [self.trainer.losses, data.losses, data.words]  # type: ignore[attr-defined]
+
+
 def told(words: Tensor) -> None:
     """Counts its calls, and the words."""
     told.calls += 1  # type: ignore[attr-defined]
@@ -200,7 +222,8 @@ class UnderKeyOfLoss(UnderNewKeys):
 
 
 PLACES = {
-    kind.__name__: kind for kind in (InArrays, OnTrainer, OnCallback, OnData, OnFunction, InLongLists, UnderNewKeys)
+    kind.__name__: kind
+    for kind in (InArrays, OnTrainer, OnCallback, OnData, ForLater, OnFunction, InLongLists, UnderNewKeys)
 }
 REFUSED = {"UnderKeyOfLoss": UnderKeyOfLoss}
 
@@ -208,7 +231,7 @@ REFUSED = {"UnderKeyOfLoss": UnderKeyOfLoss}
 def kept_there(info: RankInfo, layout: Layout | None, name: str, arguments: Mapping[str, Any]) -> Any:
     """What every rank has kept in the end, and the weights."""
     trainer, module = trainer_for(info, layout, arguments, max_epochs=1), {**PLACES, **REFUSED}[name]()
-    trainer.fit(module, datamodule=Levels(module) if name == "OnData" else None)
+    trainer.fit(module, datamodule=Levels(module) if name in ("OnData", "ForLater") else None)
     weights = module.state_dict() if layout is None else trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
     return {
         "kept": module.found(),

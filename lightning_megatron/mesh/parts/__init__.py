@@ -1,1 +1,1 @@
-"""Describes the parts of logical tensors that a rank holds, parts of a module by name, and packages of code."""
+"""Describes parts of logical tensors, parts of a module by name, and packages of code; notes values by tensor."""

@@ -235,7 +235,8 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
     """
     attributes = [child.__dict__ for child in module.modules()]
     tables = [value for table in attributes for value in table.values() if type(value) in (dict, OrderedDict)]
-    kept = [Kept(table, inside=False) for table in (*attributes, *tables)]
+    empty = [table for table in tables if not table]  # most, of hooks
+    kept = [Kept(table, inside=False) for table in (*attributes, *(table for table in tables if table))]
     orders = [list(each.table) for each in kept]
     buffers = [Contents.of_tensor(buffer) for buffer in module.buffers() if not buffer.is_meta]
     reached = Reach(module, module, frozenset(), longest=LONGEST).containers(arguments)
@@ -248,6 +249,8 @@ def unchanged(module: nn.Module, arguments: tuple[Any, ...] = ()) -> Iterator[No
             if list(each.table) != order:  # modules run and parameters are listed in it
                 entries = {key: each.table.pop(key) for key in order}
                 each.table.update(entries)
+        for table in empty:
+            table.clear()
         for container, found in contents:
             container.restore(found)
         for buffer in buffers:  # a counter of no dimensions is advanced even in an abstract run

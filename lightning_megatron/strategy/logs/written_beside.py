@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ Place = tuple[Address, Any]
 
 
 class WrittenBeside:
-    """Follows it.
+    """Follows it: what was seen to be written, and keys that come to a dictionary in which a new one was.
 
     Args:
         module: the user's.
@@ -42,6 +43,8 @@ class WrittenBeside:
         self._runs: Counter[str] = Counter()
         self._places: dict[Name, tuple[Table, Any]] = {}
         self._before: dict[Place, Kept | None] = {}
+        self._growing: dict[Address, Table] = {}
+        self._lengths: dict[Address, int] = {}
         self._looked: Traces | None = None
 
     def snapshot(self) -> None:
@@ -51,6 +54,8 @@ class WrittenBeside:
             values = found_again(self._module, table)
             if values is not None:
                 self._before[table.address, key] = Kept(values, (key,))
+        found = ((address, found_again(self._module, table)) for address, table in self._growing.items())
+        self._lengths = {address: len(values) for address, values in found if values is not None}
 
     def looks(self, call: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         """The user's step, looked at in some of its runs.
@@ -78,11 +83,23 @@ class WrittenBeside:
         return looked_at
 
     def _note(self, traces: Traces) -> None:
-        found = [name for name in traces.changes() if self._is_beside(name, traces)]
+        changes = traces.changes()
+        found = [name for name in changes if self._is_beside(name, traces)]
         for name, (table, key) in zip(found, traces.tables(found), strict=True):
             if table.address and name not in self._places:
                 self._places[name] = table, key
                 self._before[table.address, key] = None
+                if changes[name][0] is MISSING:
+                    self._note_growing(table, key, changes[name][1])
+
+    def _note_growing(self, table: Table, key: Any, value: Any) -> None:
+        """Take note of a dictionary that a new key has come to, or that is new itself: each step may have a key."""
+        entry = type(table.values) is dict
+        if entry and table.address[-1][0] != "module":
+            self._growing[table.address] = table
+        if type(value) is dict:
+            address = (*table.address, ("item" if entry else "attr", key))
+            self._growing[address] = Table("", value, (), address)
 
     def changes(self) -> Iterator[tuple[Place, Any]]:
         """Writes since the snapshot, by backwards too."""
@@ -96,6 +113,11 @@ class WrittenBeside:
             now = MISSING if values is None else as_it_is(values.get(key, MISSING))
             if _travels(now) and (kept is None or not is_equal(kept.earlier(key), now)):
                 yield (table.address, key), now
+        for address, length in self._lengths.items():
+            for key, value in _latest(found_again(self._module, self._growing[address]), length):
+                now = as_it_is(value)
+                if (address, key) not in self._before and _travels(now):
+                    yield (address, key), now
 
     def _is_beside(self, name: Name, traces: Traces) -> bool:
         """Whether it is none of the attributes of the module that are followed anyway, no buffer, nor of layers."""
@@ -119,6 +141,11 @@ class WrittenBeside:
             refill(now, value)
         else:
             values[key] = written_into(now, value)
+
+
+def _latest(values: Any, length: int) -> list[tuple[Any, Any]]:
+    """Entries that have come to a dictionary since it had so many, in order; none of anything else."""
+    return [*islice(reversed(values.items()), max(len(values) - length, 0))][::-1] if type(values) is dict else []
 
 
 def _travels(value: Any) -> bool:

@@ -73,6 +73,7 @@ _ASSIGNED = re.compile(r"\b\w+\.(\w+)\[[^\]\n]*\]+\s*=(?!=)")
 _DEPTH = 3
 _MOST = 5_000  # containers beside the module; more are data that happens to be in reach
 _OUTSIDE = ("global", "globals", "class", "method")
+_ON_TRAINER = (("attr", "_trainer"),)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Table:
 
     @property
     def is_outside(self) -> bool:
-        """Whether it does not hang on a module, but on a class or a function, or is a global."""
-        return any(kind in _OUTSIDE for kind, *_ in self.address)
+        """Whether it does not hang on a module, but on a class, a function or the Trainer, or is a global."""
+        return self.address[1:2] == _ON_TRAINER or any(kind in _OUTSIDE for kind, *_ in self.address)
 
 
 class _Entries(MutableMapping[Any, Any]):
@@ -201,7 +202,7 @@ def _of_trainer(root: nn.Module, reach: Reach) -> Iterator[Container]:
         return
     named = {name for function in reach.functions for name in names_in(function.__code__)[0]}
     written = {name for function in reach.functions for name in attributes_set_in(function.__code__)}
-    address: Address = (("module", ""), ("attr", "_trainer"))
+    address: Address = (("module", ""), *_ON_TRAINER)
     if "callbacks" in named:
         for place, callback in enumerate(callbacks_of(trainer)):
             if is_users(type(callback), *_LIBRARIES):

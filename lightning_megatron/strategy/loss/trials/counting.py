@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.mesh.autograd import graph_behind, in_graph
+from lightning_megatron.mesh.parts.noted import TensorNotes
 from lightning_megatron.mesh.parts.packages import PACKAGE, comes_from, is_library
 from lightning_megatron.mesh.torch_functions import METADATA, frame_of_caller, line_of_frame
 from lightning_megatron.strategy.loss.trials.calls_seen import (
@@ -127,7 +127,7 @@ class Counting:
 
     def _reset(self) -> None:
         self.nodes = []
-        self._asked, self._rows = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._asked, self._rows = TensorNotes[Asked](), TensorNotes[ChosenRows]()
         self._choices: list[tuple[Any, ChosenRows]] = []
         self._put_back: list[Any] = []  # nodes
 
@@ -223,7 +223,7 @@ class Counting:
 
     def _note_rows(self, found: Any, args: tuple[Any, ...]) -> None:
         """Take note of what is computed of rows that were chosen."""
-        for tensor in tensors_among(args):
+        for tensor in tensors_among(args) if len(self._rows) else ():
             choice = self._rows.get(tensor)
             if choice is not None:
                 choice.used = True

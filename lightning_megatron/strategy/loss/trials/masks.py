@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_megatron.mesh.parts.noted import TensorNotes
 
 _COPIES = (
     *("clone", "contiguous", "cpu", "cuda", "detach", "to", "type", "long", "int", "bool", "float", "double"),
@@ -111,7 +112,7 @@ class SeenMasks:
 
     def begin(self) -> None:
         """Before a run."""
-        self._copies = WeakTensorKeyDictionary()  # of tensors of the batch, or else what is computed of them
+        self._copies = TensorNotes[bool]()  # of tensors of the batch, or else what is computed of them
         self._calls = Counter[str]()
 
     def of_batch(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Mask]]:
@@ -131,11 +132,11 @@ class SeenMasks:
 
     def follow(self, func: Any, found: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> None:
         """Follow what is computed of the batch, or with gradients."""
-        known = [self._copies[each] for each in given if each in self._copies]
+        known = [copy for each in given if (copy := self._copies.get(each)) is not None]
         if not known and not any(each.requires_grad for each in given):
             return
         copies = getattr(func, "__name__", "") in _COPIES and isinstance(args[0] if args else None, Tensor)
-        is_copy = copies and bool(known) and self._copies.get(args[0], False)
+        is_copy = copies and bool(known) and bool(self._copies.get(args[0]))
         for made in (found,) if isinstance(found, Tensor) else found if isinstance(found, (tuple, list)) else args[:1]:
             if isinstance(made, Tensor):
                 self._copies[made] = is_copy
@@ -157,7 +158,7 @@ class SeenMasks:
                 any.
         """
         self._calls[line] += 1
-        computed = any(self._copies.get(each, True) is False for each in integers)
+        computed = any(self._copies.get(each) is False for each in integers)
         mask = Mask(f"{line} at {place}" if computed else f"{line}, {self._calls[line]}", counts and not computed)
         self._note_sides(mask, found)
         return mask
