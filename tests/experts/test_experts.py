@@ -82,7 +82,7 @@ ROWS: list[Any] = [
             ("Llama4Text", 4, {**PIPE, "activation_recompute": "full"}, {}),
             ("JetMoe", 4, {"expert_parallel_size": 4, **SPREAD}, {}),
             ("Dbrx", 2, {**TWO, **GATHERS}, {}),
-            *((family, 2, {"micro_batch_size": 2}, {}) for family in FAMILIES),
+            *((family, 2, {"micro_batch_size": 2}, {}) for family in list(FAMILIES)[::3]),
             ("strange_sure", 2, {}, {}),
             *((f"strange_{name}", 2, {"micro_batch_size": 4}, {}) for name in EXACT if name != "sure"),
             *((f"balanced_{family}", 2, TWO, {}) for family in FAMILIES),

@@ -24,7 +24,7 @@ With `torch.float64` in its place in that code, layouts like these agree to 1e-1
 
 def _rows() -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
     """Each family under one schedule, its experts over two ranks, or (every fifth) over four that split layers as well,
-    and in one grid without a pipeline; schedules and the other options take turns.
+    and every other one in one grid without a pipeline; schedules and the other options take turns.
     """
     rows: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
     for number, family in enumerate(ALL):
@@ -35,7 +35,8 @@ def _rows() -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
         rows.append((f"deep_{family}", 4 * tensor, options, {"gradient_clip_val": (0.5, None)[number // 2 % 2]}))
         further = ({}, {"tensor_parallel_size": 2}, {"optimizer_sharding": False})[number % 3]
         trainer = {"gradient_clip_val": None, "limit_val_batches": 0}  # the others evaluate
-        rows.append((f"large_{family}", 4, {"expert_parallel_size": 4, **further}, trainer))
+        if number % 2 == 0:
+            rows.append((f"large_{family}", 4, {"expert_parallel_size": 4, **further}, trainer))
     return rows
 
 

@@ -60,7 +60,7 @@ EVERYDAY = [
     *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),
 ]
 FOUR_RANKS = ("pp2xtp2", "pp2xdp2", "shards", "pp4", "pp2xcp2")
-IN_TURN = (*FOUR_RANKS, "interleaved", "zb-v")  # of which each module meets every third one
+IN_TURN = (*FOUR_RANKS, "interleaved", "zb-v", "recompute", "micro")  # of which each module meets every third one
 REST = [
     (name, layout)
     for turn, name in enumerate(sorted(MODULES))

@@ -218,7 +218,7 @@ class ByIndex(Task):
 
 
 class Mixer(nn.Module):
-    """One fused projection, cut in three; by its own sizes, or by those that the constructor knew."""
+    """One fused projection, cut in three; what is made of it is weighted by as many numbers as the whole has, or not."""
 
     whole = False
 
@@ -229,7 +229,7 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.fused(x).chunk(3, -1)
         mixed = torch.sigmoid(q) * torch.tanh(k) + v
-        return x + self.out(mixed.view(*x.shape[:2], WIDTH) if self.whole else mixed)
+        return x + self.out(mixed * torch.linspace(0.5, 1.5, WIDTH, dtype=mixed.dtype) if self.whole else mixed)
 
 
 class WholeMixer(Mixer):
