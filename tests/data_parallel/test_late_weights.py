@@ -89,9 +89,8 @@ def test_sixteen_bits_are_rounded_as_those_of_a_module_with_memory(precision: st
     assert not list(differences("", found, expected, 0.0))
 
 
-@pytest.mark.parametrize(
-    "more", [{}, *(pytest.param({axis: 2}, marks=wide) for axis in ("tensor_parallel_size", "pipeline_parallel_size"))]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("more", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_experts_beside_late_weights_train_as_without(more: dict[str, Any]) -> None:
     shared = {"expert_parallel_size": 2}
     expected = run_trainers(fit, "built_later", shared, {}, devices=2)[0].value

@@ -54,7 +54,7 @@ def check(name: str, layout: str) -> None:
 
 
 EVERYDAY = [
-    *(("two_views", layout) for layout in ("pp2xtp2", "pp2xdp2", "recompute", "micro", "pp2xcp2")),
+    *(("two_views", layout) for layout in ("recompute", "pp2xtp2", "pp2xdp2", "micro", "pp2xcp2")),
     *((name, "pp2") for name in ("gated", "recycled", "contrasted", "preferring")),
     *((name, "pp2") for name in ("dropped", "sampling", "continued")),
     *((name, "pp2") for name in ("kept", "moded", "listed", "counting", "padded", "paired")),

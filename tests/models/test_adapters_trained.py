@@ -96,7 +96,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 SHARDS = {**TWO, "sequence_parallel": True}
 ROWS: list[Any] = [
-    pytest.param("ia3", (2, 1), SHARDS, id="ia3-pp2-sp"),
+    pytest.param("ia3", (2, 1), SHARDS, id="ia3-pp2-sp", marks=wide),
     pytest.param("prefix", (4, 1), {"micro_batch_size": 1}, id="prefix-pp4"),
     pytest.param("dora", (2, 1), SHARDS, id="dora-pp2-sp", marks=wide),
     pytest.param("ia3", (1, 1), SHARDS, id="ia3-sp", marks=wide),

@@ -40,9 +40,8 @@ def test_a_model_trains_as_in_one_process(layout: str, kind: str) -> None:
             assert not found, f"{layout}: " + "\n".join(found[:10])
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "sparse attention" else pytest.mark.wide) for kind in SPLIT]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", SPLIT)
 def test_a_model_split_over_tensor_ranks_trains_as_in_one_process(kind: str) -> None:
     (plain,) = run_trainers(train, None, {}, kind, devices=1)
     for outcome in run_trainers(train, (1, 1), {"tensor_parallel_size": 2}, kind, devices=2):

@@ -82,7 +82,7 @@ def everyday() -> list[Row]:
     settings = itertools.chain(covering(), itertools.cycle(covering(SMALL_FACTORS)))
     plain = [name for name in ZOO if not name.startswith("hf_") and name not in KEPT]
     names = [*plain, *(f"hf_{name}" for name in PRETRAINED)]
-    names = [*names[: len(covering())], *names[len(covering()) :: 8]]
+    names = [*names[: len(covering())], *names[len(covering()) :: 16]]
     turns = [  # both ends of the model are on one stage; a value goes from piece to piece there as it came
         Row("distilled", "pp2", "dualpipe-v", "none", 2, 1),
         Row("conditioned", "pp2", "zb-v", "none", 1, 2),

@@ -12,7 +12,7 @@ from tests.strategy.averaging_scenarios import KINDS, STOP, Counted, Swapped, av
 
 WIDE = pytest.mark.wide
 LAYOUTS = {"one": (1, 1, 1), "pp2": (2, 1, 1), "dp2": (1, 2, 1), "tp2": (1, 1, 2), "pp2tp2": (2, 1, 2)}
-EVERYDAY = [("ema", "pp2tp2"), ("swa", "dp2"), ("mean", "one"), ("own", "pp2")]
+EVERYDAY = [("ema", "tp2"), ("swa", "dp2"), ("mean", "one"), ("own", "pp2")]
 ROWS = [
     pytest.param(kind, layout, marks=() if (kind, layout) in EVERYDAY else WIDE) for kind in KINDS for layout in LAYOUTS
 ]

@@ -98,7 +98,7 @@ def test_copies_of_a_trainer_train(devices: int) -> None:
     assert [outcome.value for outcome in run_trainers(copied, devices=devices)] == [[2, 2]] * devices
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((1, 2, 1), marks=WIDE)])
 def test_copies_of_a_running_trainer_train(sizes: tuple[int, int, int]) -> None:
     steps, (module, weights) = run_trainers(copied_meanwhile, sizes, devices=sizes[1])[0].value
     assert steps == [3] * 6
