@@ -198,6 +198,31 @@ class BackwardInHook(Task):
         (0.01 * self.layers[0].up.weight.square().sum()).backward()
 
 
+class PenaltyBetween(Task):
+    """Adds a penalty of what each layer gives, between the layers."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, penalty = self.embed(batch[0]), 0.0
+        for layer in self.layers:
+            x = layer(x)
+            penalty = penalty + x.square().mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten()) + 0.1 * penalty
+
+
+class Penalised(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.penalty = x.square().mean()
+        return x
+
+
+class PenaltyKept(Task):
+    layer = Penalised
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(layer.penalty for layer in self.layers)
+
+
 class TermInStep(Task):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + 0.01 * self.layers[0].up.weight.square().sum()
@@ -218,7 +243,7 @@ class ByIndex(Task):
 
 
 class Mixer(nn.Module):
-    """One fused projection, cut in three; what is made of it is weighted by as many numbers as the whole has, or not."""
+    """One fused projection, cut in three; weighted by as many numbers as the whole has, or not."""
 
     whole = False
 

@@ -29,8 +29,9 @@ from lightning_megatron.pipeline.elsewhere.inner_gradients import gradients_away
 from lightning_megatron.pipeline.elsewhere.undo import Contents
 
 _OF_LAYER = (
-    "What layers compute reaches later stages only through the arguments of the layers after them: pass it through all "
-    "of them, or use `pipeline_parallel_size=1`. (A penalty on weights of layers is the optimizer's `weight_decay`.)"
+    "What layers compute reaches later stages only through the arguments of the layers after them, or as a number that "
+    "a layer keeps on itself (`self.penalty = x.square().mean()`) and the step reads: compute it in the layer, or use "
+    "`pipeline_parallel_size=1`. (A penalty on weights of layers is the optimizer's `weight_decay`.)"
 )
 LARGEST = 1 << 16
 """Elements of the largest buffer that is kept at each run, to be put back where stand-ins were written into it."""
@@ -381,11 +382,10 @@ class AwayNumber:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        name = self._source.name
         raise RuntimeError(
-            f"`{name}` returns a number that it reads off its data, and the step uses this number on a pipeline stage "
-            f"that does not compute `{name}`. Make it a tensor that goes through the arguments of all layers, keep it "
-            "on the layer as an attribute, or use `pipeline_parallel_size=1`."
+            f"`{self._source.name}` returns a number that it reads off its data, and the step uses this number on a "
+            "pipeline stage that does not compute that part. Make it a tensor that goes through the arguments of all "
+            "layers, keep it on the layer as an attribute, or use `pipeline_parallel_size=1`."
         )
 
 
